@@ -1,0 +1,56 @@
+# `make help` lists the targets. PYTHON picks the interpreter of a new .venv; ARGS goes to the command.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test compliance bench lint format typecheck clean distclean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+install: $(STAMP) ## Create .venv with all that is needed
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
+	  { echo 'Python 3.10 to 3.13 is needed: make install PYTHON=python3.11' >&2; exit 1; }
+# Some systems ship venv without ensurepip, or no venv at all.
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV) || \
+	  $(PYTHON) -m virtualenv $(VENV)
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip || \
+	  $(PYTHON) -m pip --python $(PY) install pip || \
+	  { echo 'No pip for .venv: install your system'\''s python3-venv package' >&2; exit 1; }
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install ## Train CartPole on a few workers
+	$(VENV)/bin/rayrpc run examples/cartpole.py $(ARGS)
+
+test: install ## Run the tests
+	$(PY) -m pytest $(ARGS)
+
+compliance: install ## Run PyTorch's own RPC suites
+	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
+
+bench: install ## Time small and large calls
+	$(PY) tests/benchmarks/bench_rpc.py $(ARGS)
+
+lint: install typecheck ## Check style, format and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: install ## Format the code and mend what ruff can
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m ruff format .
+
+typecheck: install ## Check the types
+	$(PY) -m mypy
+
+clean: ## Remove build outputs and caches
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/output
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## ... and .venv
+	rm -rf $(VENV)

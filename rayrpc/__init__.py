@@ -1,0 +1,114 @@
+"""rayrpc: ``torch.distributed.rpc`` on Ray.
+
+``import rayrpc as rpc`` gives torch's API; ``rayrpc.install()`` puts it in torch's own place.
+Importing has no side effect, and loads torch and Ray only when a name needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rayrpc import functions
+    from rayrpc._runtime.ids import WorkerInfo
+    from rayrpc.api import (
+        _all_gather,
+        _barrier,
+        _get_current_rpc_agent,
+        _get_debug_info,
+        _is_current_rpc_agent_set,
+        _rref_context_get_debug_info,
+        _set_rpc_timeout,
+        _use_rpc_pickler,
+        _wait_all,
+        get_rpc_timeout,
+        get_worker_info,
+        init_rpc,
+        remote,
+        rpc_async,
+        rpc_sync,
+        shutdown,
+    )
+    from rayrpc.backend_registry import BackendType
+    from rayrpc.compat import install, uninstall
+    from rayrpc.config import Settings, configure, settings
+    from rayrpc.launch.spawning import spawn
+    from rayrpc.launch.workers import WorkerGroup, start_workers
+    from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+    from rayrpc.rref import PyRRef, RRef
+
+__all__ = [
+    "BackendType",
+    "PyRRef",
+    "RRef",
+    "RpcBackendOptions",
+    "Settings",
+    "TensorPipeRpcBackendOptions",
+    "WorkerGroup",
+    "WorkerInfo",
+    "__version__",
+    "configure",
+    "errors",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "install",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "settings",
+    "shutdown",
+    "spawn",
+    "start_workers",
+    "uninstall",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "rayrpc.api": (
+        "_all_gather",
+        "_barrier",
+        "_get_current_rpc_agent",
+        "_get_debug_info",
+        "_is_current_rpc_agent_set",
+        "_rref_context_get_debug_info",
+        "_set_rpc_timeout",
+        "_use_rpc_pickler",
+        "_wait_all",
+        "get_rpc_timeout",
+        "get_worker_info",
+        "init_rpc",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+    ),
+    "rayrpc.rref": ("PyRRef", "RRef"),
+    "rayrpc._runtime.ids": ("WorkerInfo",),
+    "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
+    "rayrpc.compat": ("install", "uninstall"),
+    "rayrpc.config": ("Settings", "configure", "settings"),
+    "rayrpc.launch.spawning": ("spawn",),
+    "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("api", "autograd", "backend_registry", "errors", "functions", "futures")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BackendType":  # registering a backend makes a new one
+        return importlib.import_module("rayrpc.backend_registry").BackendType
+    if name in _MODULES:
+        return importlib.import_module(f"rayrpc.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'rayrpc' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

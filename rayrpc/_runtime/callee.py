@@ -1,0 +1,276 @@
+"""The way of a call at its callee: decode, run, encode."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import threading
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from rayrpc._runtime.cell import Cell
+from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.hooks import Hook, IncomingCall
+from rayrpc._runtime.ids import WorkerInfo
+from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.remote_errors import describe
+from rayrpc._runtime.rref_context import RRefContext
+from rayrpc._runtime.threads import Slots, ThreadCache
+from rayrpc._transports.base import Deferred
+from rayrpc.errors import CallError, CallTimeoutError, SerializationError
+
+__all__ = ["Callee"]
+
+
+class Callee:
+    """Serve the calls to one worker.
+
+    Args:
+        me (WorkerInfo): this worker.
+        session (int): of its group.
+        codec, rrefs, threads: of this worker.
+        slots (Slots): how many users' functions run at a time.
+        shares_main (Callable): tells whether a worker's ``__main__`` is ours.
+        rpc_timeout (Callable): returns the default timeout in seconds, 0 for none.
+        hooks (list[Hook]): the agent's list.
+    """
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        session: int,
+        codec: Codec,
+        rrefs: RRefContext,
+        threads: ThreadCache,
+        slots: Slots,
+        shares_main: Any,
+        rpc_timeout: Any,
+        hooks: list[Hook],
+    ) -> None:
+        self._me = me
+        self._session = session
+        self._codec = codec
+        self._rrefs = rrefs
+        self._threads = threads
+        self._slots = slots
+        self._shares_main = shares_main
+        self._rpc_timeout = rpc_timeout
+        self._hooks = hooks
+        self._lock = threading.Lock()
+        self.active = 0
+        self.served = 0
+
+    def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
+        """Answer a frame; see ``Serve``."""
+        if frame.session != self._session:
+            error = CallError(
+                f"RPC worker {self._me.name!r} got a call for an earlier run of its group"
+            )
+            return self._error(frame, error)
+        if frame.control or frame.ack:
+            self._rrefs.hear(frame.src, frame.ack, frame.control)
+            self._rrefs.flush(but=frame.src)
+        if frame.kind is Kind.CONTROL:
+            return self._frame(frame, Kind.VALUE, EMPTY)
+        if frame.kind is Kind.FETCH:
+            return self._fetch(frame)
+        with self._lock:
+            self.active += 1
+            self.served += 1
+        cell = None
+        if frame.kind is Kind.REMOTE:
+            assert frame.rref_id is not None and frame.fork_id is not None
+            cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
+        if may_block and self._slots.enter():
+            try:
+                return self._run(frame, cell)
+            finally:
+                self._slots.leave()
+        deferred = Deferred()
+
+        def run_later() -> None:
+            reply = self._run(frame, cell)
+            if isinstance(reply, Deferred):
+                reply.on_done(deferred.set)
+            else:
+                deferred.set(reply)
+
+        self._slots.submit(run_later)
+        return deferred
+
+    # -- one call -----------------------------------------------------------------------------
+
+    def _run(self, frame: Frame, cell: Cell | None) -> Frame | Deferred:
+        call: IncomingCall | None = None
+        try:
+            func, args, kwargs = self._codec.decode(frame.data, frame.buffers, frame.forks)
+            frame.data, frame.buffers = b"", []
+            if frame.forks:
+                self._confirm(frame)
+            call = IncomingCall(frame.src, func, args or (), kwargs or {}, frame.meta or {})
+            del args, kwargs
+            with self._receiving(call):
+                value = _invoke(func, call.args, call.kwargs, frame.is_async)
+            call.args, call.kwargs = (), {}  # what they hold may be needed no longer
+        except BaseException as exc:
+            return self._end(frame, cell, Error(exc), call)
+        if not frame.is_async:
+            return self._end(frame, cell, Value(value), call)
+        if not isinstance(value, _AnyFuture):
+            error = RuntimeError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but got {type(value).__module__}."
+                f"{type(value).__name__}"
+            )
+            return self._end(frame, cell, Error(error), call)
+        deferred = Deferred()
+        then = functools.partial(self._async_done, frame, cell, call, deferred)
+        value.add_done_callback(then)
+        return deferred
+
+    def _async_done(
+        self,
+        frame: Frame,
+        cell: Cell | None,
+        call: IncomingCall | None,
+        deferred: Deferred,
+        future: Any,
+    ) -> None:
+        outcome: Outcome[Any]
+        try:
+            outcome = Value(future.value())
+        except BaseException as exc:
+            outcome = Error(exc)
+        deferred.set(self._end(frame, cell, outcome, call))
+
+    def _end(
+        self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
+    ) -> Frame:
+        try:
+            if call is not None and call.meta and isinstance(outcome, Value):
+                for hook in self._hooks:
+                    if hook.name in call.meta:
+                        outcome = Value(hook.reply(call, outcome.value))
+            if cell is not None:
+                return self._keep(frame, cell, outcome)
+            if isinstance(outcome, Error):
+                return self._error(frame, outcome.error)
+            reply_meta = call.reply_meta if call is not None and call.reply_meta else None
+            return self._value(frame, outcome.value, reply_meta)
+        finally:
+            with self._lock:
+                self.active -= 1
+
+    def _keep(self, frame: Frame, cell: Cell, outcome: Outcome[Any]) -> Frame:
+        """Fill the cell of a ``remote`` call; errors surface where the RRef is used."""
+        cell.set(outcome)
+        return self._frame(frame, Kind.VALUE, _NONE)
+
+    def _confirm(self, frame: Frame) -> None:
+        """Wait until the RRefs among the arguments are confirmed, as torch does."""
+        self._rrefs.flush(but=frame.src)
+        timeout = self._rpc_timeout() or None
+        if not self._rrefs.wait_confirmed(frame.forks, timeout):
+            raise CallTimeoutError(
+                f"RPC worker {self._me.name!r} waited {timeout} s for the owner of an RRef among "
+                "the arguments to confirm it"
+            )
+
+    def _receiving(self, call: IncomingCall) -> contextlib.AbstractContextManager[Any]:
+        if not call.meta:
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        for hook in self._hooks:
+            if hook.name in call.meta:
+                stack.enter_context(hook.receive(call))
+        return stack
+
+    # -- RRefs --------------------------------------------------------------------------------
+
+    def _fetch(self, frame: Frame) -> Frame | Deferred:
+        assert frame.rref_id is not None
+        try:
+            cell = self._rrefs.lookup(frame.rref_id)
+        except KeyError:
+            error = CallError(
+                f"RRef {frame.rref_id} is not on its owner {self._me} any more: the worker that "
+                "made it is gone"
+            )
+            return self._error(frame, error)
+        if cell.outcome is not None:
+            return self._fetched(frame, cell.outcome)
+        deferred = Deferred()
+        cell.on_done(lambda outcome: deferred.set(self._fetched(frame, outcome)))
+        return deferred
+
+    def _fetched(self, frame: Frame, outcome: Outcome[Any]) -> Frame:
+        if isinstance(outcome, Error):
+            return self._error(frame, outcome.error)
+        return self._value(frame, outcome.value, None)
+
+    # -- replies ------------------------------------------------------------------------------
+
+    def _value(self, frame: Frame, value: Any, meta: dict[str, Any] | None) -> Frame:
+        try:
+            payload = self._codec.encode(value, frame.src, self._shares_main(frame.src))
+        except SerializationError as exc:
+            named = SerializationError(f"A result of RPC worker {self._me.name!r} {exc}")
+            return self._error(frame, named)
+        except Exception as exc:
+            return self._error(frame, exc)
+        return self._frame(frame, Kind.VALUE, payload, meta)
+
+    def _error(self, frame: Frame, error: BaseException) -> Frame:
+        def encode(kind: Any) -> bytes:
+            return self._codec.encode(kind, frame.src, self._shares_main(frame.src)).data
+
+        remote = describe(error, self._me, encode)
+        return self._frame(frame, Kind.ERROR, Payload(pickle.dumps(tuple(remote), 5), []))
+
+    def _frame(
+        self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
+    ) -> Frame:
+        ack, control = self._rrefs.to_say(call.src)
+        return Frame(
+            kind,
+            self._session,
+            self._me.id,
+            call.call_id,
+            meta=meta,
+            ack=ack,
+            control=control,
+            forks=payload.forks,
+            data=payload.data,
+            buffers=payload.buffers,
+        )
+
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+# a scripted function returns a future of the class below torch.futures.Future
+_AnyFuture: type = Future.__mro__[1]
+
+_NONE = Payload(pickle.dumps(None, 5), [])
+
+
+def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
+    if isinstance(func, torch.jit.ScriptFunction) and _calls_rpc(func):
+        # compiled RPC operators need a native agent; the original calls ours
+        func = func._torchdynamo_inline  # type: ignore[attr-defined]
+    try:
+        return func(*args, **kwargs)
+    except TypeError as exc:
+        if torch.jit._builtins._find_builtin(func) is None:
+            raise
+        # torch matches the schema before it sends, and says so in these words
+        raise RuntimeError(
+            f"Overloaded torch operator invoked from Python failed to match any schema:\n{exc}"
+        ) from exc
+
+
+@functools.lru_cache(maxsize=1024)
+def _calls_rpc(func: Any) -> bool:
+    return hasattr(func, "_torchdynamo_inline") and "prim::rpc_" in str(func.inlined_graph)

@@ -1,0 +1,344 @@
+"""The way of a call at its caller: encode, send, wait or be called back, decode."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch.futures import Future
+
+from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.hooks import Hook, OutgoingCall
+from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
+from rayrpc._runtime.membership import Member
+from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.remote_errors import rebuild
+from rayrpc._runtime.rref_context import RRefContext
+from rayrpc._runtime.threads import ThreadCache
+from rayrpc._runtime.timers import Timers
+from rayrpc._transports.base import Pending
+from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
+
+__all__ = ["Caller", "Way"]
+
+Done = Callable[[Outcome[Any]], None]
+
+
+class Way(Protocol):
+    """How the caller's frames reach a peer; the agent's, which knows oneself from others."""
+
+    def __call__(self, peer: Member, frame: Frame) -> Pending:
+        """Send a frame and expect its reply."""
+
+
+class _Open(NamedTuple):
+    """A call that completes by callback."""
+
+    peer: Member
+    done: Done
+    call: OutgoingCall | None
+
+
+def _timed_out(timeout: float) -> CallTimeoutError:
+    # torch's text; programs look for it
+    return CallTimeoutError(
+        f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
+        "with an error"
+    )
+
+
+class Caller:
+    """Make the calls of one worker.
+
+    Args:
+        me (WorkerInfo): this worker.
+        session (int): of its group.
+        main (str): identity of this process's ``__main__``.
+        codec, rrefs, timers, threads: of this worker.
+        way (Way): sends frames.
+        hooks (list[Hook]): the agent's list.
+    """
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        session: int,
+        main: str,
+        codec: Codec,
+        rrefs: RRefContext,
+        timers: Timers,
+        threads: ThreadCache,
+        way: Way,
+        hooks: list[Hook],
+    ) -> None:
+        self._me = me
+        self._session = session
+        self._main = main
+        self._codec = codec
+        self._rrefs = rrefs
+        self._timers = timers
+        self._threads = threads
+        self._way = way
+        self._hooks = hooks
+        self._call_ids = itertools.count(1).__next__
+        self._open: dict[int, _Open] = {}
+        self._sync = 0
+        self._sync_lock = threading.Lock()
+        self.sent = 0
+
+    @property
+    def active(self) -> int:
+        """The number of calls of users that have not completed."""
+        return len(self._open) + self._sync
+
+    # -- the three ways to call ---------------------------------------------------------------
+
+    def sync(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+        """Run a function on a worker and return its value; ``timeout`` 0 is none."""
+        if self._wanted():
+            return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
+        frame = self._call_frame(Kind.CALL, to, func, args, kwargs, None)
+        return self._wait(to, frame, timeout)
+
+    def future(
+        self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
+    ) -> Any:
+        """Run a function on a worker and return a Future of its value."""
+        hooks = self._wanted()
+        future: Any = Future()
+        done = functools.partial(_complete, future)
+        if not hooks:
+            frame = self._call_frame(Kind.CALL, to, func, args, kwargs, None)
+            self._start(to, frame, timeout, done)
+            return future
+        call = self._outgoing(mode, to, func, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+            frame = self._call_frame(
+                Kind.CALL, to, call.func, call.args, call.kwargs, call.meta or None
+            )
+            self._start(to, frame, timeout, done, call)
+            for hook, value in entered:
+                future = hook.sent(call, future, value)
+        return future
+
+    def remote(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+        """Run a function on a worker, which keeps the value; return the RRef."""
+        call = self._outgoing("remote", to, func, args, kwargs)
+        hooks = self._wanted()
+        with contextlib.ExitStack() as stack:
+            entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+            # encode first: an argument that cannot be sent must not leave an RRef behind
+            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            rref_id, fork_id, rref = self._rrefs.announce(to.id)
+            frame = self._frame(Kind.REMOTE, to, payload, call.meta or None, is_async)
+            frame.rref_id, frame.fork_id = rref_id, fork_id
+            creation: Any = Future()
+            completed = creation
+            for hook, value in entered:
+                creation = hook.sent(call, creation, value)
+            rref._creation = creation
+            done = functools.partial(_complete, completed)
+            # whether the answer is in time or late: the owner has the RRef from then on
+            arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
+            self._start(to, frame, timeout, done, call, arrived)
+        return rref
+
+    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float) -> Any:
+        """Return a copy of the value of an RRef that a worker owns."""
+        frame = self._frame(Kind.FETCH, to, EMPTY, None, False)
+        frame.rref_id = rref_id
+        return self._wait(to, frame, timeout)
+
+    def control(self, to: Member) -> None:
+        """Send the messages of the RRef protocol that wait for a worker."""
+        frame = self._frame(Kind.CONTROL, to, EMPTY, None, False)
+
+        def done(outcome: Outcome[Frame]) -> None:
+            if isinstance(outcome, Value):
+                reply = outcome.value
+                self._threads.submit(lambda: self._hear(to, reply))
+            elif not isinstance(outcome.error, WorkerDiedError):
+                self._rrefs.unheard(to.id)
+
+        self._way(to, frame).on_done(done)
+
+    def gone(self, peer: Member, error: BaseException) -> None:
+        """End the calls to a worker that left or died."""
+        for call_id, call in list(self._open.items()):
+            if call.peer.token == peer.token:
+                self._fail(call_id, error)
+
+    def close(self) -> None:
+        """End all calls."""
+        error = CallError("RPC was shut down on this worker before the call completed")
+        for call_id in list(self._open):
+            self._fail(call_id, error)
+
+    # -- frames -------------------------------------------------------------------------------
+
+    def _wanted(self) -> list[Hook]:
+        return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
+
+    def _outgoing(self, mode: str, to: Member, func: Any, args: Any, kwargs: Any) -> OutgoingCall:
+        return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, func, args, kwargs)
+
+    def _encode(self, to: Member, func: Any, args: Any, kwargs: Any) -> tuple[bool, Payload]:
+        is_async = hasattr(func, "_wrapped_async_rpc_function")
+        try:
+            payload = self._codec.encode((func, args, kwargs), to.id, to.main == self._main)
+        except SerializationError as exc:
+            name = getattr(func, "__qualname__", repr(func))
+            raise SerializationError(
+                f"The call of {name} on RPC worker {to.name!r} {exc}"
+            ) from exc.__cause__
+        return is_async, payload
+
+    def _call_frame(
+        self, kind: Kind, to: Member, func: Any, args: Any, kwargs: Any, meta: dict[str, Any] | None
+    ) -> Frame:
+        is_async, payload = self._encode(to, func, args, kwargs)
+        return self._frame(kind, to, payload, meta, is_async)
+
+    def _frame(
+        self,
+        kind: Kind,
+        to: Member,
+        payload: Payload,
+        meta: dict[str, Any] | None,
+        is_async: bool,
+    ) -> Frame:
+        ack, control = self._rrefs.to_say(to.id)
+        return Frame(
+            kind,
+            self._session,
+            self._me.id,
+            self._call_ids(),
+            is_async=is_async,
+            meta=meta,
+            ack=ack,
+            control=control,
+            forks=payload.forks,
+            data=payload.data,
+            buffers=payload.buffers,
+        )
+
+    # -- replies ------------------------------------------------------------------------------
+
+    def _wait(self, to: Member, frame: Frame, timeout: float) -> Any:
+        with self._sync_lock:
+            self._sync += 1
+            self.sent += 1
+        try:
+            pending = self._way(to, frame)
+            try:
+                reply = pending.wait(timeout or None)
+            except TimeoutError:
+                pending.on_done(functools.partial(self._too_late, to))
+                raise _timed_out(timeout) from None
+            return self._open_reply(to, reply)
+        finally:
+            with self._sync_lock:
+                self._sync -= 1
+
+    def _start(
+        self,
+        to: Member,
+        frame: Frame,
+        timeout: float,
+        done: Done,
+        call: OutgoingCall | None = None,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        call_id = frame.call_id
+        with self._sync_lock:
+            self.sent += 1
+        self._open[call_id] = _Open(to, done, call)
+        pending = self._way(to, frame)
+        if timeout:
+            self._timers.after(timeout, functools.partial(self._expire, call_id, timeout))
+        # a reply may come on a thread of the transport: only hand it over there
+        pending.on_done(
+            lambda outcome: self._threads.submit(
+                lambda: self._finish(call_id, to, outcome, arrived)
+            )
+        )
+
+    def _expire(self, call_id: int, timeout: float) -> None:
+        call = self._open.pop(call_id, None)
+        if call is not None:
+            self._threads.submit(lambda: call.done(Error(_timed_out(timeout))))
+
+    def _finish(
+        self,
+        call_id: int,
+        to: Member,
+        outcome: Outcome[Frame],
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
+        if arrived is not None:
+            arrived()
+        call = self._open.get(call_id)
+        if call is None:
+            self._too_late(to, outcome)
+            return
+        result: Outcome[Any] = outcome
+        if isinstance(outcome, Value):
+            try:
+                result = Value(self._open_reply(to, outcome.value, call.call))
+            except BaseException as exc:
+                result = Error(exc)
+        # only now: a call is active until its callbacks may run
+        if self._open.pop(call_id, None) is not None:
+            call.done(result)
+
+    def _fail(self, call_id: int, error: BaseException) -> None:
+        call = self._open.pop(call_id, None)
+        if call is not None:
+            self._threads.submit(lambda: call.done(Error(error)))
+
+    def _too_late(self, to: Member, outcome: Outcome[Frame]) -> None:
+        """Take the reply of a call that was given up: it may bring RRefs."""
+        if isinstance(outcome, Value):
+            reply = outcome.value
+
+            def run() -> None:
+                for fork in reply.forks:
+                    self._rrefs.discard(fork)
+                self._hear(to, reply)
+
+            self._threads.submit(run)
+
+    def _hear(self, to: Member, reply: Frame) -> None:
+        self._rrefs.hear(to.id, reply.ack, reply.control)
+        self._rrefs.flush()
+
+    def _open_reply(self, to: Member, reply: Frame, call: OutgoingCall | None = None) -> Any:
+        if reply.control or reply.ack:
+            self._rrefs.hear(to.id, reply.ack, reply.control)
+        if reply.kind is Kind.VALUE:
+            value = self._codec.decode(reply.data, reply.buffers, reply.forks)
+            if reply.forks:
+                self._rrefs.flush()
+            if reply.meta and call is not None:
+                for hook in self._hooks:
+                    if hook.name in reply.meta:
+                        value = hook.result(call, value, reply.meta[hook.name])
+            return value
+        raise rebuild(*pickle.loads(reply.data))
+
+
+def _complete(future: Any, outcome: Outcome[Any]) -> None:
+    if isinstance(outcome, Value):
+        future.set_result(outcome.value)
+    else:
+        error = outcome.error
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        future.set_exception(error)

@@ -1,0 +1,291 @@
+"""Objects to bytes and buffers, and back.
+
+    plain pickle        functions and classes by reference: 1 µs and 30 bytes a function
+    ... else cloudpickle    by value: lambdas, closures, and what lives in a ``__main__`` that the
+                            other side does not share (a notebook cell)
+
+Tensors leave the pickle as protocol-5 buffers (``tensors.py``); RRefs leave it as forks, listed
+in the payload's header so that none is lost when the rest cannot be read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import threading
+import types
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import cloudpickle
+import torch
+
+from rayrpc._runtime.messages import Fork, Payload
+from rayrpc._runtime.tensors import reduce_tensor
+from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
+
+__all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
+
+Reducer = Callable[[Any], Any]
+
+# Buffers below this many bytes stay in the pickle: a small one costs more apart than copied.
+INLINE_BYTES = 4096
+
+NOT_ON_CALLEE = (
+    " Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
+    "caller and callee modules."
+)
+
+
+class Sharer(Protocol):
+    """How RRefs become forks and forks RRefs; the agent does it."""
+
+    def share(self, rref: Any, to: int | None) -> Fork:
+        """Fork ``rref`` for worker ``to``."""
+
+    def unshare(self, fork: Fork) -> None:
+        """Take back a fork that was not sent."""
+
+    def receive(self, fork: Fork) -> Any:
+        """Return the RRef that a fork is a share of."""
+
+    def discard(self, fork: Fork) -> None:
+        """Take a fork that nobody wants, and let go of it."""
+
+
+class _Session(threading.local):
+    """What the reducers of the pickle under way in this thread need."""
+
+    share: Callable[[Any], int] | None = None
+    receive: Callable[[int], Any] | None = None
+    reduce: Reducer | None = None  # of a pickler of the user's
+    by_value: bool = False
+
+
+_session = _Session()
+
+
+def reduce_rref(rref: Any) -> tuple[Callable[[int], Any], tuple[int]]:
+    """Replace an RRef by the position of its fork in the payload's header."""
+    if _session.reduce is not None:
+        return _session.reduce(rref)  # type: ignore[no-any-return]
+    if _session.share is None:
+        return rref.__reduce__()  # type: ignore[no-any-return]  # raises torch's own error
+    return _receive_rref, (_session.share(rref),)
+
+
+def _receive_rref(position: int) -> Any:
+    if _session.receive is None:
+        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
+    return _session.receive(position)
+
+
+def _reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _load_script_module, (file.getvalue(),)
+
+
+def _load_script_module(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))
+
+
+def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    original = getattr(function, "_torchdynamo_inline", None)
+    if original is not None and not _session.by_value:
+        return _find_script_function, (original.__module__, original.__qualname__)
+    file = io.BytesIO()
+    torch.jit.save(function, file)
+    return _load_script_module, (file.getvalue(),)
+
+
+def _find_script_function(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    while hasattr(found, "_wrapped_async_rpc_function"):
+        found = found._wrapped_async_rpc_function
+    return found
+
+
+def _reduce_builtin(function: Any) -> Any:
+    name = function.__name__
+    if getattr(torch, name, None) is function:
+        return _torch_function, (name,)
+    return function.__reduce_ex__(4)
+
+
+def _torch_function(name: str) -> Any:
+    return getattr(torch, name)
+
+
+_REDUCERS: dict[type, Reducer] = {
+    torch.Tensor: reduce_tensor,
+    torch.jit.ScriptModule: _reduce_script_module,
+    torch.jit.RecursiveScriptModule: _reduce_script_module,
+    torch.jit.ScriptFunction: _reduce_script_function,
+    types.BuiltinFunctionType: _reduce_builtin,
+}
+
+
+def add_reducer(cls: type, reducer: Reducer) -> None:
+    """Pickle instances of exactly ``cls`` with ``reducer`` in all calls from now on."""
+    _REDUCERS[cls] = reducer
+
+
+class _ByReference(pickle.Pickler):
+    dispatch_table = _REDUCERS  # type: ignore[assignment]
+
+
+class _ByValue(cloudpickle.Pickler):
+    dispatch_table = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # type: ignore[assignment]
+
+
+class Codec:
+    """Encode and decode for one worker.
+
+    Args:
+        sharer (Sharer): what to do with RRefs.
+    """
+
+    def __init__(self, sharer: Sharer) -> None:
+        self._sharer = sharer
+
+    def encode(self, obj: Any, to: int | None, shares_main: bool) -> Payload:
+        """Pickle ``obj`` for worker ``to``.
+
+        Args:
+            obj: what to send.
+            to (int | None): the receiving worker's id; None if not known.
+            shares_main (bool): the receiver's ``__main__`` is the same program as ours.
+
+        Raises:
+            SerializationError: it cannot be pickled, by reference or by value.
+        """
+        try:
+            payload = self._dump(_ByReference, obj, to)
+        except (pickle.PicklingError, AttributeError, TypeError) as exc:
+            return self._by_value(obj, to, exc)
+        if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
+            for fork in payload.forks:
+                self._sharer.unshare(fork)
+            return self._by_value(obj, to, None)
+        return payload
+
+    def _by_value(self, obj: Any, to: int | None, first: BaseException | None) -> Payload:
+        try:
+            return self._dump(_ByValue, obj, to)
+        except (pickle.PicklingError, AttributeError, TypeError) as exc:
+            raise SerializationError(
+                f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
+                "can take: keep locks, sockets, threads and generators where they are, and "
+                "share such objects through an RRef."
+            ) from (first or exc)
+
+    def _dump(self, pickler: Any, obj: Any, to: int | None) -> Payload:
+        buffers: list[pickle.PickleBuffer] = []
+        forks: list[Fork] = []
+
+        def keep_inline(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < INLINE_BYTES:
+                return True
+            buffers.append(buffer)
+            return False
+
+        def share(rref: Any) -> int:
+            forks.append(self._sharer.share(rref, to))
+            return len(forks) - 1
+
+        file = io.BytesIO()
+        outer = _session.share, _session.by_value
+        _session.share, _session.by_value = share, pickler is _ByValue
+        try:
+            pickler(file, protocol=5, buffer_callback=keep_inline).dump(obj)
+        except BaseException:
+            for fork in forks:
+                self._sharer.unshare(fork)
+            raise
+        finally:
+            _session.share, _session.by_value = outer
+        return Payload(file.getvalue(), buffers, tuple(forks))
+
+    def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
+        """Unpickle a payload.
+
+        Raises:
+            FunctionNotFoundError: it names a function, class or module that is not here.
+            SerializationError: it cannot be unpickled.
+        """
+        if not forks:
+            return self._load(data, buffers)
+        taken: set[int] = set()
+
+        def receive(position: int) -> Any:
+            taken.add(position)
+            return self._sharer.receive(forks[position])
+
+        outer = _session.receive
+        _session.receive = receive
+        try:
+            return self._load(data, buffers)
+        finally:
+            _session.receive = outer
+            for position, fork in enumerate(forks):
+                if position not in taken:
+                    self._sharer.discard(fork)
+
+    def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
+        try:
+            return pickle.loads(data, buffers=buffers)
+        except (AttributeError, ImportError) as exc:
+            raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
+        except (pickle.UnpicklingError, EOFError, IndexError) as exc:
+            raise SerializationError(f"cannot be unpickled: {exc}") from exc
+
+
+# -- picklers of users --------------------------------------------------------------------------
+
+
+def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tensor]]:
+    """Return ``obj`` as bytes and the tensors in it, RRefs reduced by ``rref_reducer``."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Any:
+        tensors.append(tensor)
+        return _tensor_receiver, (len(tensors) - 1,)
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)  # type: ignore[dict-item]
+    outer = _session.reduce
+    _session.reduce = rref_reducer
+    try:
+        pickler.dump(obj)
+    finally:
+        _session.reduce = outer
+    return file.getvalue(), tensors
+
+
+def load_tables(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the object that ``dump_tables`` took."""
+    outer = _tables.tensors
+    _tables.tensors = tensors
+    try:
+        return pickle.loads(data)
+    except AttributeError as exc:
+        raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
+    finally:
+        _tables.tensors = outer
+
+
+class _Tables(threading.local):
+    tensors: Sequence[torch.Tensor] = ()
+
+
+_tables = _Tables()
+
+
+def _tensor_receiver(index: int) -> torch.Tensor:
+    return _tables.tensors[index]

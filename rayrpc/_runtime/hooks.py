@@ -1,0 +1,96 @@
+"""Concerns that accompany calls: profiling, metrics, distributed autograd.
+
+Each is a ``Hook`` in a file of its own, registered on the agent.  The caller and the callee run
+the hooks that want a call; a call that none wants pays for one look at a list.
+
+    caller:  send ──> (frame with meta) ──> callee:  receive, the user's function, reply
+    caller:  result <── (reply with meta) <──
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayrpc._runtime.ids import WorkerInfo
+
+__all__ = ["Hook", "IncomingCall", "OutgoingCall"]
+
+
+@dataclass(slots=True)
+class OutgoingCall:
+    """A call at its caller.
+
+    Args:
+        mode (str): "sync", "async" or "remote".
+        to (WorkerInfo): the callee.
+        src (WorkerInfo): the caller.
+        func, args, kwargs: what to run.
+        meta (dict): what hooks send along, by hook name.
+    """
+
+    mode: str
+    to: WorkerInfo
+    src: WorkerInfo
+    func: Any
+    args: Any
+    kwargs: Any
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class IncomingCall:
+    """A call at its callee.
+
+    Args:
+        src (int): id of the caller.
+        func, args, kwargs: what to run.
+        meta (dict): what the caller's hooks sent.
+        reply_meta (dict): what hooks send back, by hook name.
+    """
+
+    src: int
+    func: Any
+    args: Any
+    kwargs: Any
+    meta: dict[str, Any]
+    reply_meta: dict[str, Any] = field(default_factory=dict)
+
+
+class Hook:
+    """Take part in calls; override what is needed."""
+
+    #: names its entries in ``meta``
+    name = ""
+
+    def wants(self) -> bool:
+        """Tell whether calls made by this thread right now concern this hook."""
+        return True
+
+    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        """Prepare a call; the context is entered while it is being sent."""
+        return contextlib.nullcontext()
+
+    def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
+        """Return the Future to give to the user instead of ``future``.
+
+        Args:
+            call: the call.
+            future: completes with the call.
+            entered: what entering the context of ``send`` returned.
+        """
+        return future
+
+    def receive(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        """Accept a call that has this hook's meta; the context spans the user's function."""
+        return contextlib.nullcontext()
+
+    def reply(self, call: IncomingCall, value: Any) -> Any:
+        """Return the value to send back instead of ``value``."""
+        return value
+
+    def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
+        """Return the value to give to the user instead of ``value``."""
+        return value

@@ -1,0 +1,47 @@
+"""Calls as events of torch's legacy autograd profiler, under torch's names."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rayrpc._runtime.hooks import Hook, OutgoingCall
+
+__all__ = ["ProfilerHook", "profiling_key"]
+
+
+def profiling_key(mode: str, func_name: str, src: str, dst: str) -> str:
+    """Return the name of a call's event: ``rpc_sync#aten::add(worker0 -> worker1)``."""
+    return f"rpc_{mode}#{func_name}({src} -> {dst})"
+
+
+def _name_of(func: Any) -> str:
+    builtin = torch.jit._builtins._find_builtin(func)
+    if builtin is not None:
+        return str(builtin)
+    if isinstance(func, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(func))
+    return str(getattr(func, "__qualname__", type(func).__qualname__))
+
+
+class ProfilerHook(Hook):
+    """Record the calls of a thread that profiles.
+
+    Kineto's profiler is not concerned, as in torch.
+    """
+
+    name = "profiler"
+
+    def wants(self) -> bool:
+        autograd = torch.autograd
+        return autograd._profiler_enabled() and not autograd.profiler._is_profiler_enabled
+
+    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        key = profiling_key(call.mode, _name_of(call.func), call.src.name, call.to.name)
+        return torch.autograd.profiler.record_function(key)
+
+    def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
+        return entered._call_end_callbacks_on_future(future)
+

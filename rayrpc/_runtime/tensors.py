@@ -1,0 +1,133 @@
+"""Tensors as protocol-5 buffers.
+
+A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are one ``PickleBuffer``
+over the tensor's own memory, so sending copies nothing here; the receiver's tensor lies on the
+buffer that the transport brought, which belongs to it alone.  Torch's own reduction pickles the
+same tensor four to ten times slower, and cannot do without a copy.
+
+Sparse, quantized and other layouts, other devices and subclasses keep torch's reduction, whose
+inner dense tensors come back here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["reduce_tensor"]
+
+# Below this size a view is sent with the gaps between its elements, as torch does; above it,
+# when the gaps weigh more than the elements, it is made contiguous first.
+RECOPY_BYTES = 8 * 1024
+
+
+# The dtypes that numpy shares with torch, as numbers: a dtype costs 40 bytes and a look-up.
+_DTYPES = (
+    torch.float32,
+    torch.int64,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.float16,
+    torch.int16,
+    torch.int8,
+    torch.complex64,
+    torch.complex128,
+)
+_NUMPY = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+def reduce_tensor(tensor: torch.Tensor) -> Any:
+    """Return the pickle reduction of a tensor of exactly the class ``torch.Tensor``."""
+    if (
+        tensor.layout is not torch.strided
+        or tensor.device.type != "cpu"
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.is_nested
+        or tensor._backward_hooks
+    ):
+        return _reduce_by_torch(tensor)
+    requires_grad = tensor.requires_grad
+    flat = tensor.detach() if requires_grad else tensor
+    size = tuple(flat.shape)
+    if flat.dtype in _NUMPY and flat.is_contiguous() and not requires_grad and 0 not in size:
+        return rebuild_contiguous, (pickle.PickleBuffer(flat.numpy()), _NUMPY[flat.dtype], size)
+    stride = flat.stride()
+    itemsize = flat.element_size()
+    if 0 in size:
+        return rebuild_empty, (flat.dtype, size, stride, requires_grad)
+    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    useful = flat.numel()
+    if span * itemsize >= RECOPY_BYTES and span >= 2 * useful:
+        flat = flat.contiguous()
+        stride = flat.stride()
+        span = useful
+    raw = torch.empty(0, dtype=torch.uint8)
+    raw.set_(
+        flat.untyped_storage(), flat.storage_offset() * itemsize, (span * itemsize,), (1,)
+    )
+    buffer = pickle.PickleBuffer(raw.numpy())
+    return rebuild_tensor, (buffer, flat.dtype, size, stride, requires_grad)
+
+
+def _reduce_by_torch(tensor: torch.Tensor) -> Any:
+    # a result of autograd is sent as the leaf that it becomes there
+    leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+    return leaf.__reduce_ex__(5)
+
+
+class _Memory:
+    """Present a read-only buffer as memory that numpy may hand out for writing."""
+
+    def __init__(self, buffer: Any, view: np.ndarray[Any, Any]) -> None:
+        self._buffer = buffer  # keeps the memory alive
+        self.__array_interface__ = {
+            "data": (view.__array_interface__["data"][0], False),
+            "shape": (view.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def rebuild_contiguous(buffer: Any, dtype: int, size: tuple[int, ...]) -> torch.Tensor:
+    """Return a contiguous tensor that lies on ``buffer``; see ``rebuild_tensor``."""
+    return _flat(buffer, _DTYPES[dtype]).view(size)
+
+
+def _flat(buffer: Any, dtype: torch.dtype) -> torch.Tensor:
+    view = memoryview(buffer)
+    if view.readonly:
+        array = np.asarray(_Memory(buffer, np.frombuffer(view, dtype=np.uint8)))
+        return torch.from_numpy(array).view(dtype)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+def rebuild_tensor(
+    buffer: Any,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Return a tensor that lies on ``buffer``, writable and owned by the caller.
+
+    The buffer was made for this one receiver, whatever its flags say: object stores mark what
+    they hand out as read-only because others may read it too.
+    """
+    flat = _flat(buffer, dtype)
+    tensor = flat.as_strided(size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def rebuild_empty(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool
+) -> torch.Tensor:
+    """Return a tensor without elements."""
+    tensor = torch.empty_strided(size, stride, dtype=dtype)
+    return tensor.requires_grad_() if requires_grad else tensor

@@ -1,0 +1,41 @@
+"""How frames travel: ``open_transport`` is the only place that chooses."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rayrpc._transports.base import Directory, Transport
+    from rayrpc.config import Settings
+
+__all__ = ["open_transport"]
+
+logger = logging.getLogger(__name__)
+
+
+def open_transport(
+    settings: Settings, key: str, worker: str, token: str
+) -> tuple[Transport, Directory]:
+    """Connect to the cluster and open the transport and directory that the settings name.
+
+    Args:
+        settings (Settings): ``address``, ``namespace`` and ``transport`` count here.
+        key (str): names the group.
+        worker (str): name of the worker that will use them.
+        token (str): of its membership.
+
+    Returns:
+        The transport, its address known, and the directory, not joined yet.
+
+    Raises:
+        ClusterError: no Ray cluster can be reached or started.
+    """
+    from rayrpc._transports.ray_cluster import connect
+
+    connect(settings)
+    from rayrpc._transports.ray_actor import RayTransport
+    from rayrpc._transports.ray_directory import RayDirectory
+
+    logger.debug("worker %s: transport %s is ray", worker, settings.transport)
+    return RayTransport(worker, token, settings.namespace), RayDirectory(key, settings.namespace)

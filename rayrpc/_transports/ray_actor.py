@@ -1,0 +1,350 @@
+"""The Ray transport: a call is an actor call on the peer's stand-in.
+
+Its ObjectRef completes the call: in the waiting thread itself (``ray.get``) for blocking calls,
+by the ref's completion callback for the others; no polling, no thread per call.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from rayrpc._runtime.membership import Member
+from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.threads import ThreadCache
+from rayrpc._transports.base import Deferred, Pending, PendingReply, Serve, Transport
+from rayrpc._transports.ray_standins import (
+    DEFERRED,
+    RELAY_GROUPS,
+    Relay,
+    Watch,
+    Wire,
+    from_wire,
+    to_wire,
+)
+from rayrpc.errors import CallError, CallLostError, WorkerDiedError
+
+__all__ = ["HostedEndpoint", "RayTransport", "cause_of", "hosted_endpoint"]
+
+logger = logging.getLogger(__name__)
+
+Late = tuple[PendingReply, str | None]
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line why Ray says that an actor is dead."""
+    text = " ".join(str(error).split())
+    found = re.search(r"is dead because (.*)", text) or re.search(r"(?:cause|because) (.*)", text)
+    cause = found.group(1) if found else text
+    cause = re.sub(r"\b(owner|its) (Id|id|worker id)?:? ?[0-9a-f]{16,}\.?", r"\1", cause)
+    return cause[:300].strip()
+
+
+def translate(peer: Member, error: BaseException) -> CallError:
+    """Return the rayrpc error for an error of Ray on a call to ``peer``."""
+    if isinstance(error, RayTaskError):
+        return CallError(f"RPC worker {peer.name!r} could not handle a call: {error}")
+    if isinstance(error, ActorUnavailableError):
+        return CallLostError(
+            f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
+            f"call: whether the function ran is not known ({cause_of(error)}). Call again if it "
+            "may run twice."
+        )
+    if isinstance(error, (ActorDiedError, RayActorError)):
+        return WorkerDiedError(peer.name, cause_of(error), peer.node)
+    return CallLostError(f"The reply of RPC worker {peer.name!r} was lost: {cause_of(error)}")
+
+
+class _RayPending(Pending):
+    __slots__ = ("_call_id", "_peer", "_ref", "_transport")
+
+    def __init__(self, transport: RayTransport, peer: Member, call_id: int, ref: Any) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._call_id = call_id
+        self._ref = ref
+
+    def wait(self, timeout: float | None) -> Frame:
+        start = time.monotonic()
+        try:
+            wire = ray.get(self._ref, timeout=timeout)
+        except GetTimeoutError:
+            raise TimeoutError from None
+        except RayError as exc:
+            raise translate(self._peer, exc) from exc
+        if wire is not DEFERRED:
+            return from_wire(wire)
+        if timeout is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - start))
+        return self._transport._late(self._call_id, self._peer).wait(timeout)
+
+    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+        # runs on Ray's own thread, where any call into Ray would lock up
+        def completed(result: Any) -> None:
+            if isinstance(result, RayError):
+                callback(Error(translate(self._peer, result)))
+            elif result is DEFERRED:
+                self._transport._late(self._call_id, self._peer).on_done(callback)
+            else:
+                callback(Value(from_wire(result)))
+
+        self._ref._on_completed(completed)
+
+
+class HostedEndpoint:
+    """What the calls to a worker that is itself an actor arrive at.
+
+    The actor forwards to it; a transport plugs itself in while its worker is in a group.
+
+    Args:
+        handle (Any): the actor's own handle.
+        threads (int): size of the concurrency group that serves calls.
+    """
+
+    def __init__(self, handle: Any, threads: int) -> None:
+        self.handle = handle
+        self.watch = Watch()
+        self._threads = threads
+        self._busy = 0
+        self._lock = threading.Lock()
+        self._transport: RayTransport | None = None
+
+    def plug(self, transport: RayTransport | None) -> None:
+        """Serve by ``transport`` from now on."""
+        self._transport = transport
+
+    def call(self, wire: Wire) -> Wire:
+        """Serve a peer's frame in this thread, which the actor gave."""
+        transport = self._transport
+        if transport is None:
+            raise CallError("RPC is not running in this process (any more)")
+        with self._lock:
+            self._busy += 1
+            may_block = self._busy < self._threads
+        try:
+            return transport._answer(wire, may_block)
+        finally:
+            with self._lock:
+                self._busy -= 1
+
+    def deliver(self, call_id: int, wire: Wire) -> None:
+        """Take the late reply to a call of this worker."""
+        if self._transport is not None:
+            self._transport._arrived(call_id, wire)
+
+
+_hosted: HostedEndpoint | None = None
+
+
+def hosted_endpoint(endpoint: HostedEndpoint | None = None) -> HostedEndpoint | None:
+    """Return the endpoint of this process, which is set once if it is a worker's actor."""
+    global _hosted
+    if endpoint is not None:
+        _hosted = endpoint
+    return _hosted
+
+
+class RayTransport(Transport):
+    """Call peers through their stand-ins; serve by this process's own.
+
+    Args:
+        worker (str): name of this worker.
+        token (str): of its membership.
+        namespace (str): Ray namespace of the stand-ins' names.
+    """
+
+    name = "ray"
+
+    def __init__(self, worker: str, token: str, namespace: str) -> None:
+        self._token = token
+        self._closed = False
+        self._find: Callable[[int], Member | None] = lambda _: None
+        self._serve: Serve | None = None
+        self._replies: dict[int, Late] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadCache("rayrpc-ray")
+        self._polling = 0
+        self._hosted = hosted_endpoint()
+        if self._hosted is not None:
+            self._address = self._hosted.handle
+        else:
+            self._address = self._start_relay(worker, token, namespace)
+
+    def _start_relay(self, worker: str, token: str, namespace: str) -> Any:
+        options: dict[str, Any] = {}
+        if not ray.util.client.ray.is_connected():
+            # with us on our node: then the two die together
+            options["scheduling_strategy"] = (
+                ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                    ray.get_runtime_context().get_node_id(), soft=False
+                )
+            )
+        relay: Any = ray.remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
+        return relay.options(name=f"{worker}#{token}", namespace=namespace, **options).remote(
+            worker
+        )
+
+    @property
+    def address(self) -> Any:
+        return self._address
+
+    @property
+    def node(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def start(self, serve: Serve, find: Callable[[int], Member | None]) -> None:
+        self._serve = serve
+        self._find = find
+        if self._hosted is not None:
+            self._hosted.plug(self)
+        else:
+            self._start_poller()
+
+    def call(self, peer: Member, frame: Frame) -> Pending:
+        try:
+            ref = peer.address.handle.remote(to_wire(frame))
+        except RayError as exc:
+            pending = PendingReply()
+            pending.complete(Error(translate(peer, exc)))
+            return pending
+        return _RayPending(self, peer, frame.call_id, ref)
+
+    def lost(self, peer: Member, error: BaseException) -> None:
+        with self._lock:
+            ids = [i for i, (_, token) in self._replies.items() if token == peer.token]
+            replies = [self._replies.pop(i)[0] for i in ids]
+        for reply in replies:
+            reply.complete(Error(error))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            replies = [reply for reply, _ in self._replies.values()]
+            self._replies.clear()
+        for reply in replies:
+            reply.complete(Error(CallError("RPC was shut down on this worker")))
+        if self._hosted is not None:
+            self._hosted.plug(None)
+            self._hosted.watch.release(self._token)
+        elif ray.is_initialized():
+            ray.kill(self._address)
+        self._threads.close()
+
+    # -- replies that come later --------------------------------------------------------------
+
+    def _late(self, call_id: int, peer: Member) -> PendingReply:
+        """Return where the late reply of a call is, or will be."""
+        with self._lock:
+            reply, _ = self._replies.pop(call_id, (None, None))
+            if reply is None:
+                reply = PendingReply()
+                self._replies[call_id] = (reply, peer.token)
+        now = self._find(peer.id)
+        if now is None or now.token != peer.token:  # it went before we knew that we wait for it
+            self.lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
+        return reply
+
+    def _arrived(self, call_id: int, wire: Wire) -> None:
+        with self._lock:
+            reply, _ = self._replies.pop(call_id, (None, None))
+            if reply is None:
+                reply = PendingReply()
+                self._replies[call_id] = (reply, None)
+        reply.complete(Value(from_wire(wire)))
+
+    def _deliver(self, frame: Frame, reply: Frame) -> None:
+        peer = self._find(frame.src)
+        if peer is not None and not self._closed:
+            peer.address.deliver.remote(frame.call_id, to_wire(reply))
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def _answer(self, wire: Wire, may_block: bool) -> Wire:
+        assert self._serve is not None
+        frame = from_wire(wire)
+        reply = self._serve(frame, may_block)
+        if isinstance(reply, Deferred):
+            # not from the thread that completes it: that may be one of Ray's
+            reply.on_done(lambda late: self._threads.submit(lambda: self._deliver(frame, late)))
+            return DEFERRED
+        return to_wire(reply)
+
+    def _start_poller(self) -> None:
+        self._polling += 1
+        self._threads.submit(self._poll)
+
+    def _poll(self) -> None:
+        """Take frames from the relay and serve them, until enough others do."""
+        results: list[tuple[int, Wire]] = []
+        while not self._closed:
+            try:
+                items = ray.get(self._address.exchange.remote(results))
+            except RayActorError:
+                if not self._closed:
+                    logger.error("the relay of this worker is gone: no peer can reach it")
+                return
+            except Exception:
+                if not self._closed:
+                    raise
+                return
+            with self._lock:
+                self._polling -= 1
+                alone = self._polling == 0
+            if alone and not self._closed:
+                self._start_poller()
+            results = []
+            last = len(items) - 1
+            for position, (kind, number, wire) in enumerate(items):
+                if kind == "reply":
+                    self._arrived(number, wire)
+                elif position < last:
+                    self._threads.submit(lambda n=number, w=wire: self._take(n, w, None))
+                else:
+                    self._take(number, wire, results)
+            with self._lock:
+                enough = self._polling >= 2
+                if not enough:
+                    self._polling += 1
+            if enough:
+                if results and not self._closed:
+                    self._address.give.remote(results)
+                return
+
+    def _take(
+        self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None
+    ) -> None:
+        """Serve a frame; leave its reply in ``results`` for the next exchange, or send it."""
+        assert self._serve is not None
+        frame = from_wire(wire)
+        reply = self._serve(frame, True)
+        if isinstance(reply, Deferred):
+            reply.on_done(
+                lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
+            )
+        elif number is not None and results is not None:
+            results.append((number, to_wire(reply)))
+        else:
+            self._reply(frame, number, reply)
+
+    def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
+        if number is None:
+            self._deliver(frame, reply)
+        elif not self._closed:
+            self._address.give.remote([(number, to_wire(reply))])

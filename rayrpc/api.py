@@ -1,0 +1,585 @@
+"""The functions of ``torch.distributed.rpc``: validate, and delegate to the agent.
+
+After ``install()`` this module is ``torch.distributed.rpc.api``.  Programs replace some of its
+private names (``_ignore_rref_leak``, ``_wait_all_workers``, ...), so they are looked up here
+whenever they are used.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rayrpc import backend_registry, config, internal
+from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
+from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
+from rayrpc._runtime.ids import WorkerInfo
+from rayrpc._runtime.membership import Member
+from rayrpc.errors import GroupError, NotInitializedError, RpcError, WorkerDiedError
+from rayrpc.futures import wait_all as _wait_for_futures
+from rayrpc.internal import _internal_rpc_pickler
+from rayrpc.options import (
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+)
+from rayrpc.rref import PyRRef, RRef, _rref_typeof_on_owner
+from rayrpc.startup import default_options, start_agent
+
+__all__ = [
+    "AllGatherStates",
+    "PyRRef",
+    "RRef",
+    "WorkerInfo",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# RRefs that are alive at shutdown are an error only if this is False.
+_ignore_rref_leak = True
+_default_pickler: Any = _internal_rpc_pickler
+_ALL_WORKER_NAMES: set[str] = set()
+_thread_local_var = threading.local()
+
+
+def _require_initialized(func: F) -> F:
+    """Raise torch's error where ``func`` is called before ``init_rpc``."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _is_current_rpc_agent_set():
+            raise NotInitializedError(
+                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+            )
+        return func(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+@contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Pickle calls with a pickler of one's own inside this context."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+# -- joining and leaving ------------------------------------------------------------------------
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Join a group of workers; from then on this process can call and be called.
+
+    Args:
+        name (str): unique in the group; letters, digits, ``_``, ``-`` and ``:``, shorter than
+            128 characters.
+        backend (BackendType, optional): TENSORPIPE (the default) and RAY mean the same.
+        rank (int): unique in the group, from 0.
+        world_size (int, optional): size of the group; not given, members come and go.
+        rpc_backend_options (RpcBackendOptions, optional): timeout, threads, group and device
+            maps; not given, the settings' (see ``rayrpc.configure``).
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: rank, MASTER_ADDR, ... is missing.
+        RuntimeError: RPC is initialized, or the group refuses the worker or stays incomplete.
+
+    Source: ``torch.distributed.rpc.init_rpc``.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None and rpc_backend_options is not None:
+        backend = _infer_backend(rpc_backend_options)
+    if backend is None:
+        backend = backend_registry.BackendType.TENSORPIPE
+    if rpc_backend_options is None:
+        if _is_ours(backend):
+            rpc_backend_options = default_options(config.settings())
+        else:
+            rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    store = None
+    if not _is_ours(backend):
+        import torch.distributed as dist
+
+        # a library's own backend gets the store that it would get from torch
+        store, _, _ = next(
+            dist.rendezvous(rpc_backend_options.init_method, rank=rank, world_size=world_size)
+        )
+    _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+
+
+def _is_ours(backend: Any) -> bool:
+    return backend.value.init_backend_handler is None
+
+
+def _infer_backend(options: RpcBackendOptions) -> Any:
+    for candidate in backend_registry.BackendType:
+        if isinstance(options, type(backend_registry.construct_rpc_backend_options(candidate))):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}")
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+) -> None:
+    """Make the agent; ``store`` is for backends of others, ours needs none."""
+    if not isinstance(name, str):
+        raise TypeError(f"Argument name must be a str, got {type(name).__name__}")
+    for argument, value in (("rank", rank), ("world_size", world_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
+    if _is_current_rpc_agent_set():
+        raise RpcError("RPC is already initialized")
+    if backend is None or _is_ours(backend):
+        if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+            raise TypeError(
+                "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
+                f"{rpc_backend_options}"
+            )
+        agent: Any = start_agent(name, rank, world_size, rpc_backend_options, config.settings())
+    else:
+        agent = backend_registry.init_backend(
+            backend,
+            store=store,
+            name=name,
+            rank=rank,
+            world_size=world_size,
+            rpc_backend_options=rpc_backend_options,
+        )
+    _init_rpc_states(agent)
+
+
+def _init_rpc_states(agent: Any) -> None:
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
+    _all_gather_sequence_id.clear()
+    _all_gather_sequence_id_to_states.clear()
+    if not _is_current_rpc_agent_set():
+        _set_and_start_rpc_agent(agent)
+
+
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    current.set_agent(agent)
+
+
+def _reset_current_rpc_agent() -> None:
+    current.set_agent(None)
+
+
+@_require_initialized
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group.
+
+    Args:
+        graceful (bool): wait until every living member of a group of fixed size calls it too
+            and no call is under way; else leave at once.
+        timeout (float): how long to wait in seconds; 0: as long as it takes.
+
+    Raises:
+        RuntimeError: some members did not come in time (the message names them), or RRefs are
+            still in use and ``_ignore_rref_leak`` is False.
+
+    Source: ``torch.distributed.rpc.shutdown``.
+    """
+    agent = _get_current_rpc_agent()
+    try:
+        if graceful:
+            if not isinstance(agent, Agent):
+                _wait_all_workers(timeout)
+            elif agent.is_static_group:
+                _wait_all_workers(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+                agent.join(shutdown=True, timeout=timeout)
+            else:
+                _delete_all_user_and_unforked_owner_rrefs()
+    finally:
+        # also after an error: this worker is going
+        try:
+            _destroy_rref_context(_ignore_rref_leak)
+        finally:
+            agent.shutdown()
+            _reset_current_rpc_agent()
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
+    if not _get_current_rpc_agent().rrefs.delete_all(timeout):
+        logger.warning("RRefs in use could not be deleted in %s s; their owners keep them", timeout)
+
+
+def _destroy_rref_context(ignore_leak: bool) -> None:
+    leaks = _get_current_rpc_agent().rrefs.leaks()
+    if leaks and not ignore_leak:
+        raise RpcError(
+            "\n".join(leaks)
+            + "\nLeaking RRefs: delete all references to RRefs, on all workers, before shutdown, "
+            "or set torch.distributed.rpc.api._ignore_rref_leak to True."
+        )
+
+
+# -- calls --------------------------------------------------------------------------------------
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    return to if isinstance(to, WorkerInfo) else get_worker_info(to)
+
+
+def _prepare(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    args = args if args else ()
+    kwargs = kwargs if kwargs else {}
+    if _default_pickler is _internal_rpc_pickler:
+        return func, args, kwargs
+    data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args, kwargs))
+    is_async = hasattr(func, "_wrapped_async_rpc_function")
+    run = internal.run_pickled_async if is_async else internal.run_pickled
+    return run, (data, tensors), {}
+
+
+@_require_initialized
+def rpc_sync(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Run a function on a worker and return its result.
+
+    Args:
+        to (str or WorkerInfo or int): name, WorkerInfo or rank of the callee.
+        func (Callable): a Python callable, builtin operator or TorchScript function; sent by
+            reference where the callee can import it, else by value.
+        args (tuple): its arguments.
+        kwargs (dict): its keyword arguments.
+        timeout (float): in seconds; 0: none; not given: the default.
+
+    Returns:
+        What the function returned; tensors belong to the caller alone.
+
+    Raises:
+        CallTimeoutError: it took longer.
+        WorkerDiedError: the callee is gone.
+        Exception: what the function raised, of its own type.
+
+    Source: ``torch.distributed.rpc.rpc_sync``.
+    """
+    agent = _get_current_rpc_agent()
+    return agent.caller.sync(
+        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+    )
+
+
+@_require_initialized
+def rpc_async(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Run a function on a worker and return a Future of its result at once.
+
+    Args and errors: as ``rpc_sync``; errors of the call are raised by the Future.
+
+    Returns:
+        ``torch.futures.Future``: its callbacks run in a thread of rayrpc.
+
+    Source: ``torch.distributed.rpc.rpc_async``.
+    """
+    agent = _get_current_rpc_agent()
+    future = agent.caller.future(
+        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+    )
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+@_require_initialized
+def remote(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Run a function on a worker, which keeps the result, and return an RRef to it at once.
+
+    Args: as ``rpc_sync``; ``timeout`` is for the creation of the result.
+
+    Returns:
+        ``RRef``: errors of the call are raised where it is used.
+
+    Source: ``torch.distributed.rpc.remote``.
+    """
+    agent = _get_current_rpc_agent()
+    return agent.caller.remote(
+        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+    )
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Wait, at the end of this context, for the calls that ``rpc_async`` made in it."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            _wait_for_futures(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+# -- looking ------------------------------------------------------------------------------------
+
+
+@_require_initialized
+def get_worker_info(worker_name: Any = None) -> WorkerInfo:
+    """Return the WorkerInfo of a worker, or of this one.
+
+    Args:
+        worker_name (str, optional): the worker's name.
+
+    Raises:
+        RuntimeError: the group has no such worker.
+
+    Source: ``torch.distributed.rpc.get_worker_info``.
+    """
+    return _get_current_rpc_agent().get_worker_info(worker_name)
+
+
+@_require_initialized
+def get_rpc_timeout() -> float:
+    """Return the default timeout of calls in seconds."""
+    return _get_current_rpc_agent().rpc_timeout
+
+
+@_require_initialized
+def _set_rpc_timeout(rpcTimeoutSeconds: float) -> None:
+    """Set the default timeout of calls in seconds; 0: none."""
+    agent = _get_current_rpc_agent()
+    agent.rpc_timeout = agent.seconds(rpcTimeoutSeconds)
+
+
+@_require_initialized
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Return counters of RRefs."""
+    return _get_current_rpc_agent().rrefs.debug_info()
+
+
+@_require_initialized
+def _get_debug_info() -> dict[str, str]:
+    """Return all counters: of RRefs, of the agent, of distributed autograd."""
+    from rayrpc import autograd
+
+    agent = _get_current_rpc_agent()
+    info = agent.rrefs.debug_info()
+    info.update(agent.get_debug_info())
+    info.update(autograd._get_debug_info())
+    return info
+
+
+# -- gathering ----------------------------------------------------------------------------------
+
+
+class AllGatherStates:
+    """What one gathering has so far.
+
+    ``gathered_objects`` maps names to objects; ``proceed_signal`` is set when it is complete.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+_all_gather_dict_lock = threading.RLock()
+_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = (
+    collections.defaultdict(AllGatherStates)
+)
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
+) -> None:
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        states.gathered_objects[worker_name] = obj
+    _get_current_rpc_agent().wake()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+    _get_current_rpc_agent().wake()
+
+
+@_require_initialized
+def _all_gather(
+    obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Return the objects that all workers passed, by name; all must call it.
+
+    Args:
+        obj: this worker's.
+        worker_names (set[str]): who takes part; not given: all.
+        timeout (float): in seconds; 0: none; not given: the default, for each call.
+
+    Raises:
+        WorkerDiedError: one of them is gone.
+        RuntimeError: some did not come in time; the message names them.
+    """
+    return _gather(obj, set(worker_names or _ALL_WORKER_NAMES), timeout, survivors=False)
+
+
+@_require_initialized
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Wait until all of these workers call this with the same names."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+@_require_initialized
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Wait until all living workers call this.
+
+    Raises:
+        RuntimeError: some did not come in time; the message names them.
+    """
+    try:
+        _gather(None, set(_ALL_WORKER_NAMES), timeout, survivors=True)
+    except RuntimeError:
+        logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+def _gather(obj: Any, names: set[str], timeout: float, survivors: bool) -> dict[str, Any]:
+    """Gather as torch does: all send to the first by name, which sends all to all.
+
+    Args:
+        survivors: go on without workers that die; the next by name takes over from the first.
+    """
+    agent = _get_current_rpc_agent()
+    me = agent.get_worker_info().name
+    with _all_gather_dict_lock:
+        concat_names = "".join(sorted(names))
+        number = _all_gather_sequence_id.get(concat_names, 0)
+        _all_gather_sequence_id[concat_names] = number + 1
+        sequence_id = f"{concat_names}{number}"
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    rpc_timeout = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
+    # as in torch: only a time-out given here bounds the wait for slow members
+    patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+
+    def absent() -> list[str]:
+        return sorted(_living(agent, names) - states.gathered_objects.keys())
+
+    try:
+        _gather_to_leader(sequence_id, me, obj)
+        while True:
+            living = _living(agent, names)
+            if not survivors:
+                _refuse_dead(agent, names - living)
+            leader = min(living)
+            if leader == me:
+                if not agent.wait_members(lambda: not absent(), patience):
+                    raise GroupError(
+                        f"Workers {absent()} did not come to a gathering of {sorted(names)} in "
+                        f"{patience} s. They are alive: call the same function on each of them."
+                    )
+                if not survivors:
+                    _refuse_dead(agent, names - _living(agent, names))
+                _tell_followers(agent, sequence_id, states, names, rpc_timeout, survivors)
+                return states.gathered_objects
+            try:
+                args = (sequence_id, me, obj, names)
+                rpc_sync(leader, _gather_to_leader, args=args, timeout=rpc_timeout)
+            except WorkerDiedError:
+                if not survivors:
+                    raise
+                continue
+
+            def settled(leader: str = leader) -> bool:
+                return states.proceed_signal.is_set() or leader not in _living(agent, names)
+
+            if not agent.wait_members(settled, patience):
+                raise GroupError(
+                    f"{leader!r}, which leads a gathering of {sorted(names)}, did not hear from "
+                    f"all of them in {patience} s. Call the same function on each of them."
+                )
+            if states.proceed_signal.is_set():
+                return states.gathered_objects
+    finally:
+        with _all_gather_dict_lock:
+            _all_gather_sequence_id_to_states.pop(sequence_id, None)
+
+
+def _tell_followers(
+    agent: Agent,
+    sequence_id: str,
+    states: AllGatherStates,
+    names: set[str],
+    rpc_timeout: float,
+    survivors: bool,
+) -> None:
+    me = agent.get_worker_info().name
+    args = (sequence_id, states.gathered_objects)
+    futures = {
+        name: rpc_async(name, _broadcast_to_followers, args=args, timeout=rpc_timeout)
+        for name in sorted(_living(agent, names) - {me})
+    }
+    errors = []
+    for name, future in futures.items():
+        try:
+            future.wait()
+        except WorkerDiedError as exc:
+            if not survivors:
+                errors.append((name, exc))
+        except RuntimeError as exc:
+            errors.append((name, exc))
+    if errors:
+        raise GroupError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
+            f"{rpc_timeout:.2f} seconds. The first exception is {errors[0][1]}"
+        )
+
+
+def _living(agent: Any, names: set[str]) -> set[str]:
+    return names & {info.name for info in agent.get_worker_infos()}
+
+
+def _refuse_dead(agent: Agent, names: set[str]) -> None:
+    for name in sorted(names):
+        member: Member = agent.lookup(name)
+        error = agent.lost(member)
+        if error is not None:
+            raise error

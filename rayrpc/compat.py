@@ -1,0 +1,183 @@
+"""Put rayrpc in the place of ``torch.distributed.rpc``.
+
+``install()`` changes attributes of torch's modules in place, so that programs which import them
+afterwards, in any form, get rayrpc; ``uninstall()`` puts everything back.  One table says what
+is replaced by what.  Where torch has no RPC at all, the modules are made.
+
+Not emulated: the native operators behind TorchScript functions that themselves call RPC (their
+Python originals run instead), profiling of remote operators, and distributed autograd.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["install", "is_installed", "uninstall"]
+
+RPC = "torch.distributed.rpc"
+
+# Modules of torch that a module of rayrpc stands for.
+MODULES = {
+    f"{RPC}.api": "rayrpc.api",
+    f"{RPC}.backend_registry": "rayrpc.backend_registry",
+    f"{RPC}.constants": "rayrpc.options",
+    f"{RPC}.functions": "rayrpc.functions",
+    f"{RPC}.internal": "rayrpc.internal",
+    f"{RPC}.options": "rayrpc.options",
+    f"{RPC}.rref_proxy": "rayrpc.rref",
+}
+
+# (module of torch, name in it, module of rayrpc, name in it or None for the module itself)
+TABLE: list[tuple[str, str, str, str | None]] = [
+    *[
+        (RPC, name, "rayrpc.api", name)
+        for name in (
+            "AllGatherStates",
+            "PyRRef",
+            "RRef",
+            "WorkerInfo",
+            "_delete_all_user_and_unforked_owner_rrefs",
+            "_destroy_rref_context",
+            "_get_current_rpc_agent",
+            "_get_debug_info",
+            "_init_rpc_backend",
+            "_is_current_rpc_agent_set",
+            "_reset_current_rpc_agent",
+            "_rref_context_get_debug_info",
+            "_set_and_start_rpc_agent",
+            "_set_rpc_timeout",
+            "_wait_all",
+            "get_rpc_timeout",
+            "get_worker_info",
+            "init_rpc",
+            "remote",
+            "rpc_async",
+            "rpc_sync",
+            "shutdown",
+        )
+    ],
+    *[
+        (RPC, name, "rayrpc.backend_registry", name)
+        for name in (
+            "BackendType",
+            "BackendValue",
+            "backend_registered",
+            "construct_rpc_backend_options",
+            "init_backend",
+            "register_backend",
+        )
+    ],
+    *[
+        (RPC, name, "rayrpc.options", source)
+        for name, source in (
+            ("RpcBackendOptions", "RpcBackendOptions"),
+            ("TensorPipeRpcBackendOptions", "TensorPipeRpcBackendOptions"),
+            ("_DEFAULT_INIT_METHOD", "DEFAULT_INIT_METHOD"),
+            ("_DEFAULT_NUM_WORKER_THREADS", "DEFAULT_NUM_WORKER_THREADS"),
+            ("_DEFAULT_RPC_TIMEOUT_SEC", "DEFAULT_RPC_TIMEOUT_SEC"),
+            ("_UNSET_RPC_TIMEOUT", "UNSET_RPC_TIMEOUT"),
+        )
+    ],
+    (RPC, "RpcAgent", "rayrpc._runtime.agent", "Agent"),
+    (RPC, "TensorPipeAgent", "rayrpc._runtime.agent", "Agent"),
+    (RPC, "is_available", "rayrpc.compat", "is_available"),
+    *[(RPC, name.rpartition(".")[2], module, None) for name, module in MODULES.items()],
+    # modules of torch that copied names when they were imported
+    ("torch._jit_internal", "PyRRef", "rayrpc.api", "PyRRef"),
+    ("torch._jit_internal", "RRef", "rayrpc.api", "RRef"),
+    ("torch.jit.annotations", "RRef", "rayrpc.api", "RRef"),
+    ("torch.distributed.optim.optimizer", "RRef", "rayrpc.api", "RRef"),
+    (
+        "torch.distributed.nn.api.remote_module",
+        "_internal_rpc_pickler",
+        "rayrpc.internal",
+        "_internal_rpc_pickler",
+    ),
+    # gradients across calls
+    *[
+        ("torch.distributed.autograd", name, "rayrpc.autograd", name)
+        for name in ("_get_debug_info", "backward", "context", "get_gradients")
+    ],
+    ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
+]
+
+_MISSING = object()
+_undo: list[tuple[Any, str, Any]] = []
+
+
+def is_available() -> bool:
+    """Tell whether RPC can be used: always, after ``install()``."""
+    return True
+
+
+def is_installed() -> bool:
+    """Tell whether rayrpc is in the place of ``torch.distributed.rpc``."""
+    return bool(_undo)
+
+
+def install() -> None:
+    """Put rayrpc in the place of ``torch.distributed.rpc``; call it before importing that.
+
+    Nothing is started, and nothing native is used from then on.  Calling it again does nothing.
+    """
+    if _undo:
+        return
+    rpc = _rpc_package()
+    for name, module in MODULES.items():
+        _set(sys.modules, name, importlib.import_module(module))
+    for module_name, name, source, source_name in TABLE:
+        target = rpc if module_name == RPC else sys.modules.get(module_name)
+        # what was never imported cannot hold a copy
+        if target is None or (module_name != RPC and not hasattr(target, name)):
+            continue
+        module = importlib.import_module(source)
+        _set(target, name, module if source_name is None else getattr(module, source_name))
+
+
+def uninstall() -> None:
+    """Put back what ``install()`` replaced."""
+    while _undo:
+        target, name, old = _undo.pop()
+        if isinstance(target, dict):
+            if old is _MISSING:
+                target.pop(name, None)
+            else:
+                target[name] = old
+        elif old is _MISSING:
+            delattr(target, name)
+        else:
+            setattr(target, name, old)
+
+
+def _set(target: Any, name: str, value: Any) -> None:
+    if isinstance(target, dict):
+        _undo.append((target, name, target.get(name, _MISSING)))
+        target[name] = value
+    else:
+        _undo.append((target, name, getattr(target, name, _MISSING)))
+        setattr(target, name, value)
+
+
+def _rpc_package() -> Any:
+    """Return the module ``torch.distributed.rpc``, made if torch has none."""
+    try:
+        return importlib.import_module(RPC)
+    except ImportError:
+        pass
+    made = types.ModuleType(RPC, "Remote procedure calls, by rayrpc.")
+    made.__path__ = []
+    made.__all__ = sorted(_public_names())  # type: ignore[attr-defined]
+    _set(sys.modules, RPC, made)
+    distributed = importlib.import_module("torch.distributed")
+    _set(distributed, "rpc", made)
+    return made
+
+
+def _public_names() -> Iterator[str]:
+    for module, name, _, source in TABLE:
+        if module == RPC and source is not None and not name.startswith("_"):
+            yield name

@@ -1,0 +1,103 @@
+"""The errors of rayrpc, one tree.
+
+    RpcError (a RuntimeError, as torch's RPC errors are)
+    ├── ConfigError (and ValueError)        a setting is unknown or has a wrong value
+    ├── ClusterError                        no Ray cluster can be reached or started
+    ├── PlacementError                      a worker needs resources that nobody has
+    ├── GroupError                          a group refuses a member, or is incomplete
+    ├── NotInitializedError                 init_rpc was not called, or shutdown already was
+    ├── CallError                           one call went wrong on its way
+    │   ├── CallTimeoutError                ... took longer than its timeout
+    │   ├── SerializationError              ... has an argument or a result that cannot be sent
+    │   ├── CallLostError                   ... was cut off: it may or may not have run
+    │   └── WorkerDiedError                 ... went to a worker that died or left
+    └── FunctionNotFoundError (and AttributeError)
+                                            the callee cannot import what it should run
+
+Errors raised by users' functions are not in this tree: they keep their own type.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CallError",
+    "CallLostError",
+    "CallTimeoutError",
+    "ClusterError",
+    "ConfigError",
+    "FunctionNotFoundError",
+    "GroupError",
+    "NotInitializedError",
+    "PlacementError",
+    "RpcError",
+    "SerializationError",
+    "WorkerDiedError",
+]
+
+
+class RpcError(RuntimeError):
+    """Base of all errors that rayrpc itself raises."""
+
+
+class ConfigError(RpcError, ValueError):
+    """A setting is unknown or has a value that it cannot have."""
+
+
+class ClusterError(RpcError):
+    """No Ray cluster can be reached or started."""
+
+
+class PlacementError(RpcError):
+    """A worker asks for resources that the cluster does not have."""
+
+
+class GroupError(RpcError):
+    """A group refuses a member, or did not become complete in time."""
+
+
+class NotInitializedError(RpcError):
+    """RPC is used before ``init_rpc`` or after ``shutdown``."""
+
+
+class CallError(RpcError):
+    """A call did not complete."""
+
+
+class CallTimeoutError(CallError):
+    """A call took longer than its timeout."""
+
+
+class SerializationError(CallError):
+    """An argument or a result cannot be sent to another worker."""
+
+
+class CallLostError(CallError):
+    """A call was cut off: whether it ran is not known."""
+
+
+class WorkerDiedError(CallError):
+    """A call, Future or RRef needs a worker that died or left the group.
+
+    Args:
+        worker (str): name of the worker.
+        cause (str): what happened to it.
+        node (str): address of the node that it ran on, if known.
+    """
+
+    def __init__(self, worker: str, cause: str = "", node: str = "") -> None:
+        self.worker = worker
+        self.cause = cause
+        self.node = node
+        where = f" (on node {node})" if node else ""
+        why = cause or "it died or was disconnected"
+        super().__init__(
+            f"RPC worker {worker!r}{where} is gone: {why}. Calls, Futures and RRefs on it "
+            "cannot complete; restart the run, or the worker in a dynamic group."
+        )
+
+    def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[str, str, str]]:
+        return type(self), (self.worker, self.cause, self.node)
+
+
+class FunctionNotFoundError(RpcError, AttributeError):
+    """The callee cannot import a function or class that was sent by reference."""

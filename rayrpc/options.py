@@ -1,0 +1,230 @@
+"""Options of RPC backends, with torch's names, defaults and checks."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_PROCESS_GROUP_TIMEOUT",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "UNSET_RPC_TIMEOUT",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "validate_device_maps",
+]
+
+DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_SHUTDOWN_TIMEOUT: float = 0
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)
+UNSET_RPC_TIMEOUT: float = -1.0
+
+DeviceType = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+
+
+def _check_timeout(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            "incompatible constructor arguments: rpc_timeout must be a number of seconds, got "
+            f"{type(value).__name__}"
+        )
+    if value < 0:
+        raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, got {value}")
+    return float(value)
+
+
+class RpcBackendOptions:
+    """Options of any RPC backend, as ``torch.distributed.rpc.RpcBackendOptions``.
+
+    Args:
+        rpc_timeout (float): default timeout of calls in seconds; 0: none.
+        init_method (str): names the group: ``env://`` (MASTER_ADDR and MASTER_PORT),
+            ``tcp://host:port``, ``file:///path`` or ``ray://name``. No port is bound.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+
+    @property
+    def rpc_timeout(self) -> float:
+        """Default timeout of calls in seconds."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, value: float) -> None:
+        self._rpc_timeout = _check_timeout(value)
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of the backends TENSORPIPE and RAY, as torch's class of this name.
+
+    Args:
+        num_worker_threads (int): how many users' functions run at a time.
+        rpc_timeout (float): default timeout of calls in seconds; 0: none.
+        init_method (str): names the group, see ``RpcBackendOptions``.
+        device_maps (dict): by callee's name, a map from this worker's devices to the callee's.
+        devices (list): all local devices that calls may use.
+        _transports, _channels: accepted and ignored; they choose TensorPipe's own transports.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
+        devices: Sequence[DeviceType] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        if isinstance(num_worker_threads, bool) or not isinstance(num_worker_threads, int):
+            raise TypeError(
+                "incompatible constructor arguments: num_worker_threads must be an int, got "
+                f"{type(num_worker_threads).__name__}"
+            )
+        if num_worker_threads < 1:
+            raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
+        self.num_worker_threads = num_worker_threads
+        self.device_maps = {to: _to_device_map(m) for to, m in (device_maps or {}).items()}
+        self.devices = [_to_device(device) for device in devices or ()]
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
+        """Add to the device map for one callee.
+
+        Args:
+            to (str): the callee's name.
+            device_map (dict): from this worker's devices to the callee's, one to one.
+
+        Raises:
+            ValueError: two devices would map to one, or one to two.
+        """
+        full = _to_device_map(device_map)
+        current = self.device_maps.get(to, {})
+        for source, target in full.items():
+            if source in current and target != current[source]:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying"
+                    f" to map {source} to {target} and {current[source]}"
+                )
+        self.device_maps[to] = {**current, **full}
+
+    def set_devices(self, devices: Sequence[DeviceType]) -> None:
+        """Set the local devices that calls may use.
+
+        Args:
+            devices (list): of int, str or torch.device; CUDA devices.
+        """
+        self.devices = [_to_device(device) for device in devices]
+
+
+def _to_device(device: DeviceType) -> torch.device:
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise ValueError(
+            f"`set_devices` expect a list of CUDA devices, but got device type {device.type}."
+        )
+    return device
+
+
+def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    full: DeviceMap = {}
+    reverse: DeviceMap = {}
+    for source, target in device_map.items():
+        source, target = torch.device(source), torch.device(target)
+        if target in reverse:
+            raise ValueError(
+                "`device_map` only supports 1-to-1 mapping, "
+                f"trying to map {source} and {reverse[target]} to {target}"
+            )
+        full[source] = target
+        reverse[target] = source
+    return full
+
+
+def validate_device_maps(peers: Mapping[str, Mapping[str, Any]], is_static: bool) -> None:
+    """Check the device maps of all members against one another.
+
+    Args:
+        peers: by worker name, its ``device_maps``, ``devices`` and ``device_count``.
+        is_static: all members are known; in a dynamic group some may be yet to join.
+
+    Raises:
+        ValueError: torch's errors of ``init_rpc``.
+    """
+    for name, peer in peers.items():
+        devices, count = peer["devices"], peer["device_count"]
+        if len(set(devices)) != len(devices):
+            raise ValueError(f"Node {name} has duplicated devices\ndevices = {devices}")
+        if not _exist(devices, count):
+            raise ValueError(
+                f"Node {name} has devices with invalid indices\n"
+                f"devices = {devices}\n"
+                f"device count = {count}"
+            )
+    names = list(peers)
+    for source, peer in peers.items():
+        maps = peer["device_maps"]
+        if is_static and not set(maps).issubset(names):
+            raise ValueError(
+                f"Node {source} has invalid target node names in its device maps\n"
+                f"device maps = {maps.keys()}\n"
+                f"node names = {names}"
+            )
+        for target, device_map in maps.items():
+            _check_map(source, peer, target, peers.get(target), device_map)
+
+
+def _check_map(
+    source: str,
+    peer: Mapping[str, Any],
+    target: str,
+    target_peer: Mapping[str, Any] | None,
+    device_map: DeviceMap,
+) -> None:
+    if len(set(device_map.values())) != len(device_map):
+        raise ValueError(
+            f"Node {source} has duplicated target devices in its device map for {target}\n"
+            f"device map = {device_map}"
+        )
+    ends = [("source", peer, list(device_map))]
+    if target_peer is not None:
+        ends.append(("target", target_peer, list(device_map.values())))
+    for end, owner, devices in ends:
+        if owner["devices"]:
+            if not set(devices).issubset(owner["devices"]):
+                raise ValueError(
+                    f"Node {source} has unexpected {end} devices in its device map for {target}\n"
+                    f"device map = {device_map}\n"
+                    f"devices = {owner['devices']}"
+                )
+        elif not _exist(devices, owner["device_count"]):
+            raise ValueError(
+                f"Node {source} has {end} devices with invalid indices in its device map for "
+                f"{target}\n"
+                f"device map = {device_map}\n"
+                f"device count = {owner['device_count']}"
+            )
+
+
+def _exist(devices: Sequence[torch.device], count: int) -> bool:
+    return all(
+        d.type == "cpu" or (d.type == "cuda" and d.index is not None and 0 <= d.index < count)
+        for d in devices
+    )

@@ -1,0 +1,112 @@
+"""From ``init_rpc``'s arguments to a running agent."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.ids import WorkerInfo
+from rayrpc._runtime.membership import Member
+from rayrpc._runtime.profiling import ProfilerHook
+from rayrpc._runtime.program import main_identity
+from rayrpc._runtime.rendezvous import find_place
+from rayrpc._transports import open_transport
+from rayrpc.config import Settings
+from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
+from rayrpc.rref import rref_maker
+
+__all__ = ["default_options", "start_agent"]
+
+
+def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
+    """Return the options of an ``init_rpc`` that gives none."""
+    return TensorPipeRpcBackendOptions(
+        num_worker_threads=settings.num_worker_threads, rpc_timeout=settings.rpc_timeout
+    )
+
+
+def start_agent(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: TensorPipeRpcBackendOptions,
+    settings: Settings,
+    environ: Mapping[str, str] | None = None,
+) -> Agent:
+    """Join the group that the options name, and return the agent, which serves from now on.
+
+    Args:
+        name (str): of the worker.
+        rank (int): -1: from the environment, or any.
+        world_size (int | None): None or 0 for a dynamic group.
+        options: of the backend.
+        settings: where the cluster is, and how long to wait.
+        environ: default ``os.environ``.
+
+    Raises:
+        ValueError: no rank, group or address is given; in torch's words.
+        RuntimeError: the name is invalid, or the group refuses the worker.
+    """
+    environ = os.environ if environ is None else environ
+    place = find_place(options.init_method, rank, world_size or None, environ, settings.group)
+    WorkerInfo(name, place.rank)  # checks the name before anything is started
+    token = uuid.uuid4().hex[:12]
+    transport, directory = open_transport(settings, place.key, name, token)
+    try:
+        snapshot = directory.join(
+            Member(
+                token=token,
+                name=name,
+                id=place.rank,
+                world_size=place.world_size,
+                address=transport.address,
+                node=transport.node,
+                pid=os.getpid(),
+                main=main_identity(),
+                extra=_devices_to_text(options),
+            ),
+            settings.init_timeout,
+        )
+    except BaseException:
+        transport.close()
+        raise
+    try:
+        peers = {m.name: _devices_from_text(m.extra) for m in snapshot.members}
+        validate_device_maps(peers, is_static=place.world_size is not None)
+    except ValueError:
+        directory.leave()
+        transport.close()
+        raise
+    agent = Agent(snapshot, transport, directory, options, rref_maker, [ProfilerHook()])
+    agent.start()
+    return agent
+
+
+# The directory is an actor that never imports torch: devices are texts there.
+
+
+def _devices_to_text(options: TensorPipeRpcBackendOptions) -> dict[str, Any]:
+    maps = {
+        to: {str(source): str(target) for source, target in device_map.items()}
+        for to, device_map in options.device_maps.items()
+    }
+    if not maps and not options.devices:
+        return {}
+    devices = [str(device) for device in options.devices]
+    return {"device_maps": maps, "devices": devices, "device_count": torch.cuda.device_count()}
+
+
+def _devices_from_text(extra: Mapping[str, Any]) -> dict[str, Any]:
+    maps = {
+        to: {torch.device(source): torch.device(target) for source, target in device_map.items()}
+        for to, device_map in extra.get("device_maps", {}).items()
+    }
+    devices = [torch.device(device) for device in extra.get("devices", ())]
+    # a member that names no devices of its own was not asked for their count
+    count = extra.get("device_count", torch.cuda.device_count())
+    return {"device_maps": maps, "devices": devices, "device_count": count}

@@ -1,0 +1,20 @@
+"""The sample of PyTorch's own RPC suites; `make compliance` runs the core of them."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.compliance
+@pytest.mark.timeout(300)
+def test_the_sample_of_torchs_own_suites_passes():
+    # a process of its own: the ranks are forked, and pytest's may have threads
+    command = [sys.executable, str(HERE / "run.py"), "--tests", str(HERE / "sample.txt")]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290
+    )
+    assert done.returncode == 0, f"the end of what it printed:\n{done.stdout[-6000:]}"
