@@ -64,6 +64,7 @@ class Agent:
         self._changed = threading.Condition()
         self._closed = False
         self._joins = 0
+        self._at_end: list[Callable[[], None]] = []
         self._members = {m.id: m for m in snapshot.members}
         self._names = {m.name: m for m in snapshot.members}
         self._lost: dict[str, WorkerDiedError] = {}  # by token
@@ -315,10 +316,16 @@ class Agent:
         """Wait until every member is here."""
         self.join()
 
+    def on_shutdown(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when this worker shuts down, while it is still in the group."""
+        self._at_end.append(callback)
+
     def shutdown(self) -> None:
         """Leave the group and stop; does not wait for others."""
         if self._closed:
             return
+        for callback in self._at_end:
+            callback()
         self._closed = True
         self._directory.close()
         self._directory.leave()

@@ -55,10 +55,14 @@ def cause_of(error: BaseException) -> str:
     return cause[:300].strip()
 
 
+def _plain(error: BaseException) -> str:
+    return re.sub(r"\x1b\[\d+m", "", str(error))
+
+
 def translate(peer: Member, error: BaseException) -> CallError:
     """Return the rayrpc error for an error of Ray on a call to ``peer``."""
     if isinstance(error, RayTaskError):
-        return CallError(f"RPC worker {peer.name!r} could not handle a call: {error}")
+        return CallError(f"RPC worker {peer.name!r} could not handle a call: {_plain(error)}")
     if isinstance(error, ActorUnavailableError):
         return CallLostError(
             f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "

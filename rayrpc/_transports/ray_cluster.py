@@ -12,6 +12,7 @@ users' processes came first or ends first, or how it ends: their connections clo
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -37,22 +38,31 @@ START_SECONDS = 60.0
 
 # The connection to the keeper; open as long as this process needs its cluster.
 _lease: socket.socket | None = None
+_connected_pid: int | None = None
 
 
 def connect(settings: Settings) -> None:
     """Connect this process to its Ray cluster, unless it is connected.
 
+    Args:
+        settings (Settings): ``address`` and what belongs to a local cluster count here.
+
     Raises:
         ClusterError: the named cluster cannot be reached, or no local one can be started.
     """
+    global _connected_pid
     address = settings.address or os.environ.get("RAY_ADDRESS")
-    ray_loaded = "ray" in sys.modules
-    if ray_loaded and sys.modules["ray"].is_initialized():
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        if _connected_pid not in (None, os.getpid()):
+            raise ClusterError(
+                "this process was forked from one that is connected to Ray, and cannot use that "
+                "connection. Start it with multiprocessing.get_context('spawn'), or before the "
+                "first use of rayrpc."
+            )
         return
     if address in (None, "local"):
         address = _join_local(settings)
-        # a local cluster wants its user's token; Ray reads the mode when it first connects
-        os.environ["RAY_AUTH_MODE"] = "token"
+        _use_token()
     import ray
 
     options: dict[str, Any] = {
@@ -71,6 +81,17 @@ def connect(settings: Settings) -> None:
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
+    _connected_pid = os.getpid()
+
+
+def _use_token() -> None:
+    """Show the user's token, which a local cluster wants; other users' processes have another."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    with contextlib.suppress(ImportError):  # a Ray that knows no tokens yet
+        from ray._private.authentication import authentication_token_setup
+
+        # the environment was read when Ray was imported, maybe long ago
+        authentication_token_setup._enable_token_auth()
 
 
 def _join_local(settings: Settings) -> str:

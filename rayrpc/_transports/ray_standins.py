@@ -52,6 +52,13 @@ def from_wire(wire: Wire) -> Frame:
     return Frame.unpack(wire[0], wire[1:])
 
 
+def passed_on(wire: Wire) -> Wire:
+    """Return a received wire in a form that Ray sends again."""
+    if isinstance(wire, list):
+        return [wire[0], *map(pickle.PickleBuffer, wire[1:])]
+    return wire
+
+
 class Watch:
     """Block callers until a token is released; they learn of our death by the error they get."""
 
@@ -113,6 +120,7 @@ class Relay:
                 self._count += 1
                 number = self._count
                 held = self._held[number] = _Held()
+        wire = passed_on(wire)
         if held is None:
             self._inbox.put(("call", None, wire))
             return DEFERRED
@@ -125,7 +133,7 @@ class Relay:
     @ray.method(concurrency_group="system")
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Pass the late reply to a call of the process."""
-        self._inbox.put(("reply", call_id, wire))
+        self._inbox.put(("reply", call_id, passed_on(wire)))
 
     @ray.method(concurrency_group="poll")
     def exchange(self, results: list[tuple[int, Wire]]) -> list[tuple[str, int | None, Wire]]:
@@ -153,7 +161,7 @@ class Relay:
         for number, wire in results:
             held = self._held.pop(number, None)
             if held is not None:
-                held.wire = wire
+                held.wire = passed_on(wire)
                 held.done.release()
 
 

@@ -1,0 +1,1 @@
+"""Starting workers: ranks of a script, and servers for a notebook, as Ray actors."""

@@ -1,0 +1,140 @@
+"""The program that a rank runs: the script of the process that starts it, made anew elsewhere.
+
+A rank loads the script the way ``multiprocessing`` does: as the module ``__mp_main__``, which is
+``__main__`` there too.  So its functions are the same by reference in all ranks, and what stands
+behind ``if __name__ == "__main__"`` runs once, in the process that starts them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import os
+import runpy
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Program", "run_as_main"]
+
+# What Ray itself set in this process, or what belongs to one machine alone.
+_NOT_SENT = ("RAY_", "RAYRPC_INTERNAL_")
+
+_environ_at_start = dict(os.environ)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a process runs, in a form that another can load.
+
+    Args:
+        path (str): of the script; empty if there is none (a notebook, a console).
+        module (str): name of the module that ``python -m`` runs; empty if none.
+        source (bytes): the script's text, for nodes that do not have the file.
+        argv, sys_path, cwd: of the process.
+        environ (dict): its environment.
+        changed (frozenset): names in it that the process itself changed.
+    """
+
+    path: str = ""
+    module: str = ""
+    source: bytes = b""
+    argv: list[str] = field(default_factory=list)
+    sys_path: list[str] = field(default_factory=list)
+    cwd: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of_this_process() -> Program:
+        """Describe what this process runs."""
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        module = "" if spec is None or spec.name == "__main__" else spec.name
+        path = "" if module else getattr(main, "__file__", None) or ""
+        if path and not Path(path).is_file():
+            path = ""
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_SENT)}
+        return Program(
+            path=os.path.abspath(path) if path else "",
+            module=module,
+            source=Path(path).read_bytes() if path else b"",
+            argv=list(sys.argv),
+            sys_path=[p or os.getcwd() for p in sys.path],
+            cwd=os.getcwd(),
+            environ=environ,
+            changed=frozenset(k for k, v in environ.items() if _environ_at_start.get(k) != v),
+        )
+
+    def enter(self, same_node: bool) -> None:
+        """Give this process the environment of the program; before torch is imported.
+
+        Args:
+            same_node: this process is on the node of the one that was described. On another,
+                only what is missing there, or what the program changed, is taken over.
+        """
+        for name, value in self.environ.items():
+            if same_node or name in self.changed or name not in os.environ:
+                os.environ[name] = value
+        if "OMP_NUM_THREADS" not in self.environ:
+            # Ray sets it to 1 for actors that ask for no CPU; a plain process has torch's default
+            os.environ.pop("OMP_NUM_THREADS", None)
+        known = set(sys.path)
+        sys.path[:0] = [p for p in self.sys_path if p not in known]
+        if os.path.isdir(self.cwd):
+            os.chdir(self.cwd)
+        sys.argv[:] = self.argv
+
+    def load(self) -> None:
+        """Load the program as ``__mp_main__``, which is ``__main__`` from then on."""
+        if self.module:
+            _set_main(_run_module(self.module))
+        elif self.path:
+            code = _code(self.path, self.source)
+            main = types.ModuleType("__mp_main__")
+            main.__file__ = self.path
+            _set_main(main)
+            exec(code, main.__dict__)
+
+
+def _set_main(main: types.ModuleType) -> None:
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+
+
+def _run_module(name: str) -> types.ModuleType:
+    main = types.ModuleType("__mp_main__")
+    main.__dict__.update(runpy.run_module(name, run_name="__mp_main__", alter_sys=True))
+    return main
+
+
+def _code(path: str, source: bytes) -> types.CodeType:
+    if not os.path.exists(path):
+        lines = importlib.util.decode_source(source).splitlines(keepends=True)
+        linecache.cache[path] = (len(source), None, lines, path)  # for tracebacks
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def run_as_main(path: str, argv: list[str], environ: Mapping[str, str] | None = None) -> None:
+    """Run a script as ``python path argv`` would, in this process.
+
+    Args:
+        path: of the script.
+        argv: its arguments.
+        environ: added to the environment.
+
+    Raises:
+        FileNotFoundError: there is no such script.
+    """
+    os.environ.update(environ or {})
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no script {path}")
+    sys.argv[:] = [path, *argv]
+    sys.path[0] = str(file.resolve().parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = str(file)
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    _set_main(main)
+    exec(_code(str(file), file.read_bytes()), main.__dict__)

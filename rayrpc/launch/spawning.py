@@ -1,0 +1,229 @@
+"""``torch.multiprocessing.spawn``, with ranks that are Ray actors."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import ray
+import torch.multiprocessing
+from ray.exceptions import RayActorError
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from rayrpc import compat, config
+from rayrpc._transports.ray_actor import cause_of
+from rayrpc._transports.ray_cluster import connect
+from rayrpc.launch.hosted import Ended, hosted_actor
+from rayrpc.launch.output import follow
+from rayrpc.launch.placement import check_placeable, placed_options, wait_placed
+from rayrpc.launch.program import Program
+
+__all__ = ["RankContext", "spawn"]
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_SECONDS = 5.0
+
+
+class RankContext:
+    """The ranks of one ``spawn``, with the interface of torch's ``ProcessContext``.
+
+    Args:
+        actors: one a rank.
+        pids: their processes.
+        refs: of their mains.
+        outputs: threads that follow what they print.
+    """
+
+    def __init__(
+        self, actors: list[Any], pids: list[int], refs: list[Any], outputs: list[Any]
+    ) -> None:
+        self._actors = actors
+        self._pids = pids
+        self._rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        self._outputs = outputs
+
+    def pids(self) -> list[int]:
+        """Return the process of each rank."""
+        return list(self._pids)
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait for ranks to end; the first that fails ends them all.
+
+        Args:
+            timeout (float, optional): how long to wait in seconds.
+            grace_period (float, optional): how long the others get to end by themselves.
+
+        Returns:
+            True if all have ended well.
+
+        Raises:
+            ProcessRaisedException: a rank raised; with its traceback.
+            ProcessExitedException: a rank's process died, or exited with a code other than 0.
+        """
+        if not self._rank_of:
+            return True
+        try:
+            ready, _ = ray.wait(list(self._rank_of), timeout=timeout)
+            for ref in ready:
+                self._check(self._rank_of.pop(ref), ref, grace_period)
+        except BaseException:
+            self._end_all()
+            raise
+        if self._rank_of:
+            return False
+        self._end_all()
+        return True
+
+    def _check(self, rank: int, ref: Any, grace_period: float | None) -> None:
+        pid = self._pids[rank]
+        try:
+            ended: Ended = ray.get(ref)
+        except RayActorError as exc:
+            self._linger(grace_period)
+            raise ProcessExitedException(
+                f"process {rank} (pid {pid}) terminated: {cause_of(exc)}", rank, pid, 1
+            ) from None
+        self._outputs[rank].join(OUTPUT_SECONDS)
+        ray.kill(self._actors[rank])  # its main is done; so is a plain process then
+        if ended.exit_code == 0:
+            return
+        self._linger(grace_period)
+        if ended.trace:
+            raise ProcessRaisedException(
+                f"\n\n-- Process {rank} terminated with the following error:\n{ended.trace}",
+                rank,
+                pid,
+            )
+        raise ProcessExitedException(
+            f"process {rank} terminated with exit code {ended.exit_code}",
+            rank,
+            pid,
+            ended.exit_code,
+        )
+
+    def _linger(self, grace_period: float | None) -> None:
+        if grace_period and self._rank_of:
+            ray.wait(list(self._rank_of), num_returns=len(self._rank_of), timeout=grace_period)
+
+    def _end_all(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        end = time.monotonic() + OUTPUT_SECONDS
+        for output in self._outputs:
+            output.join(max(0.0, end - time.monotonic()))
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> RankContext | None:
+    """Run ``fn(rank, *args)`` in ``nprocs`` Ray actors, as ``torch.multiprocessing.spawn`` does.
+
+    The ranks ask Ray for nothing, unless the setting ``workers`` has a pattern that matches
+    ``rank0``, ``rank1``, ...  They load this process's script as ``multiprocessing`` would.
+
+    Args:
+        fn (Callable): called as ``fn(rank, *args)``.
+        args (tuple): its further arguments.
+        nprocs (int): how many ranks.
+        join (bool): wait for all of them.
+        daemon (bool): accepted; ranks always end with the process that started them.
+        start_method (str): accepted as torch does: only "spawn" has a meaning.
+
+    Returns:
+        None if ``join``, else a context to join.
+
+    Raises:
+        PlacementError: a rank asks for resources that no node has, or that did not become free.
+        ProcessRaisedException, ProcessExitedException: as ``RankContext.join``.
+
+    Source: ``torch.multiprocessing.spawn``.
+    """
+    if start_method != "spawn":
+        warnings.warn(
+            f"rayrpc.spawn starts actors; start_method={start_method!r} is ignored", stacklevel=2
+        )
+    target = _dump(fn, args)
+    settings = config.settings()
+    connect(settings)
+    wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
+    check_placeable(wanted)
+    options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
+    node_id = "" if _is_client() else ray.get_runtime_context().get_node_id()
+    worker = hosted_actor()
+    shared = (
+        Program.of_this_process(),
+        node_id,
+        settings.to_dict(),
+        compat.is_installed(),
+        settings.log_to_terminal,
+    )
+    actors = [worker.options(**options[name]).remote(name, *shared) for name in wanted]
+    try:
+        pids = wait_placed(dict(zip(wanted, actors, strict=True)), wanted, _patience(settings))
+        outputs = [follow(actor, ray.get) for actor in actors]
+        refs = [actor.run.remote(rank, target) for rank, actor in enumerate(actors)]
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor)
+        raise
+    context = RankContext(actors, list(pids.values()), refs, outputs)
+    if not join:
+        return context
+    while not context.join():
+        pass
+    return None
+
+
+def _patience(settings: config.Settings) -> float:
+    return settings.placement_timeout
+
+
+def _is_client() -> bool:
+    return bool(ray.util.client.ray.is_connected())
+
+
+def _dump(fn: Any, args: Any) -> bytes:
+    try:
+        return pickle.dumps((fn, args), 5)
+    except RuntimeError:
+        raise  # a queue or a lock of multiprocessing: only its own children can inherit it
+    except Exception:
+        return cloudpickle.dumps((fn, args), 5)
+
+
+_spawn_processes = torch.multiprocessing.start_processes
+
+
+def start_processes(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> Any:
+    """Stand for ``torch.multiprocessing.start_processes`` and ``spawn`` in a script.
+
+    What only children of this process can do stays with torch: another start method than
+    "spawn", and arguments that must be inherited (queues, locks, events).  Such ranks are
+    processes of their own, and attach to the cluster when they call ``init_rpc``.
+    """
+    if start_method == "spawn":
+        try:
+            return spawn(fn, args, nprocs, join, daemon)
+        except RuntimeError as exc:
+            if "through inheritance" not in str(exc):
+                raise
+            logger.warning("ranks stay processes of this machine: %s", exc)
+    return _spawn_processes(fn, args, nprocs, join, daemon, start_method)

@@ -1,0 +1,185 @@
+"""Functions and classes that tests call on workers; importable there by name."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+import rayrpc as rpc
+
+counter = 0
+shared: dict[str, Any] = {}
+
+
+def count() -> int:
+    global counter
+    counter += 1
+    return counter
+
+
+def whoami() -> str:
+    return rpc.get_worker_info().name
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def add(x: Any, y: Any = 1) -> Any:
+    return x + y
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+def nap(seconds: float, result: Any = None) -> Any:
+    time.sleep(seconds)
+    return result
+
+
+def fail(text: str = "as expected") -> None:
+    raise ValueError(text)
+
+
+class Picky(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def fail_picky() -> None:
+    raise Picky(3, "picky error")
+
+
+def leave_thread() -> None:
+    raise SystemExit(3)
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def call_on(to: str, func: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(to, func, args=args)
+
+
+@rpc.functions.async_execution
+def chained(to: str, x: Any, y: Any, z: Any) -> Any:
+    return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda fut: fut.wait() + z)
+
+
+@rpc.functions.async_execution
+def wait_for_all(number: int) -> Any:
+    """Complete when ``number`` callers have come, holding no thread for any of them."""
+    waiting = shared.setdefault("waiting", [])
+    future: Any = torch.futures.Future()
+    waiting.append(future)
+    if len(waiting) == number:
+        for each in waiting:
+            each.set_result(number)
+        waiting.clear()
+    return future
+
+
+@rpc.functions.async_execution
+def no_future() -> int:
+    return 1
+
+
+def plain_future() -> Any:
+    return torch.futures.Future()
+
+
+def keep(name: str, value: Any) -> None:
+    shared[name] = value
+
+
+def kept(name: str) -> Any:
+    return shared[name]
+
+
+def drop(name: str) -> None:
+    shared.pop(name, None)
+
+
+def read(rref: Any) -> Any:
+    return rref.to_here()
+
+
+def is_confirmed(rref: Any) -> bool:
+    return rref.confirmed_by_owner()
+
+
+def rref_info() -> dict[str, str]:
+    return rpc._rref_context_get_debug_info()
+
+
+def make_rrefs(values: list[Any]) -> list[Any]:
+    return [rpc.RRef(value) for value in values]
+
+
+def gather(obj: Any, names: list[str]) -> Any:
+    return rpc._all_gather(obj, set(names))
+
+
+def memory() -> int:
+    """Return this process's resident memory in bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def say(text: str) -> None:
+    print(text)
+    print(text + "-err", file=sys.stderr)
+
+
+class Adder:
+    def __init__(self, base: int = 0) -> None:
+        self.base = base
+        self.lock = threading.Lock()
+
+    def add(self, x: int) -> int:
+        return self.base + x
+
+    def raise_base(self, by: int) -> int:
+        with self.lock:
+            self.base += by
+            return self.base
+
+    @staticmethod
+    def static(x: int) -> int:
+        return x * 2
+
+    @classmethod
+    def named(cls, x: int) -> tuple[str, int]:
+        return cls.__name__, x
+
+    @rpc.functions.async_execution
+    def add_at(self, to: str, x: int) -> Any:
+        return rpc.rpc_async(to, add, args=(x, self.base))
+
+    def slow(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.base
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+    def moved(self, by: int) -> "Point":
+        return Point(self.x + by)
+
+
+@torch.jit.script
+def scripted_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
