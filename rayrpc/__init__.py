@@ -10,18 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayrpc import functions
+    from rayrpc import errors, functions, futures
     from rayrpc._runtime.ids import WorkerInfo
     from rayrpc.api import (
-        _all_gather,
-        _barrier,
-        _get_current_rpc_agent,
-        _get_debug_info,
-        _is_current_rpc_agent_set,
-        _rref_context_get_debug_info,
-        _set_rpc_timeout,
-        _use_rpc_pickler,
-        _wait_all,
         get_rpc_timeout,
         get_worker_info,
         init_rpc,
@@ -51,6 +42,7 @@ __all__ = [
     "configure",
     "errors",
     "functions",
+    "futures",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",

@@ -7,7 +7,6 @@ whenever they are used.
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import threading
@@ -21,9 +20,16 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.ids import WorkerInfo
-from rayrpc._runtime.membership import Member
-from rayrpc.errors import GroupError, NotInitializedError, RpcError, WorkerDiedError
+from rayrpc.errors import NotInitializedError, RpcError
 from rayrpc.futures import wait_all as _wait_for_futures
+from rayrpc.gathering import (
+    AllGatherStates,
+    Calls,
+    _all_gather_dict_lock,
+    _all_gather_sequence_id,
+    _all_gather_sequence_id_to_states,
+    gather,
+)
 from rayrpc.internal import _internal_rpc_pickler
 from rayrpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -31,8 +37,8 @@ from rayrpc.options import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
 )
-from rayrpc.rref import PyRRef, RRef, _rref_typeof_on_owner
-from rayrpc.startup import default_options, start_agent
+from rayrpc.rref import PyRRef, RRef
+from rayrpc.startup import default_options, make_agent
 
 __all__ = [
     "AllGatherStates",
@@ -117,34 +123,18 @@ def init_rpc(
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if backend is None and rpc_backend_options is not None:
-        backend = _infer_backend(rpc_backend_options)
+        backend = backend_registry.infer_backend(rpc_backend_options)
     if backend is None:
         backend = backend_registry.BackendType.TENSORPIPE
     if rpc_backend_options is None:
-        if _is_ours(backend):
+        if backend_registry.is_ours(backend):
             rpc_backend_options = default_options(config.settings())
         else:
             rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     store = None
-    if not _is_ours(backend):
-        import torch.distributed as dist
-
-        # a library's own backend gets the store that it would get from torch
-        store, _, _ = next(
-            dist.rendezvous(rpc_backend_options.init_method, rank=rank, world_size=world_size)
-        )
+    if not backend_registry.is_ours(backend):
+        store = backend_registry.make_store(rpc_backend_options, rank, world_size)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
-
-
-def _is_ours(backend: Any) -> bool:
-    return backend.value.init_backend_handler is None
-
-
-def _infer_backend(options: RpcBackendOptions) -> Any:
-    for candidate in backend_registry.BackendType:
-        if isinstance(options, type(backend_registry.construct_rpc_backend_options(candidate))):
-            return candidate
-    raise TypeError(f"Could not infer backend for options {options}")
 
 
 def _init_rpc_backend(
@@ -163,13 +153,13 @@ def _init_rpc_backend(
             raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
     if _is_current_rpc_agent_set():
         raise RpcError("RPC is already initialized")
-    if backend is None or _is_ours(backend):
+    if backend is None or backend_registry.is_ours(backend):
         if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
             raise TypeError(
                 "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
                 f"{rpc_backend_options}"
             )
-        agent: Any = start_agent(name, rank, world_size, rpc_backend_options, config.settings())
+        agent: Any = make_agent(name, rank, world_size, rpc_backend_options, config.settings())
     else:
         agent = backend_registry.init_backend(
             backend,
@@ -192,7 +182,10 @@ def _init_rpc_states(agent: Any) -> None:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
+    # in this order: the first call may come at once, and use RPC itself
     current.set_agent(agent)
+    if isinstance(agent, Agent):
+        agent.start()
 
 
 def _reset_current_rpc_agent() -> None:
@@ -250,10 +243,6 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 
 
 # -- calls --------------------------------------------------------------------------------------
-
-
-def _to_worker_info(to: Any) -> WorkerInfo:
-    return to if isinstance(to, WorkerInfo) else get_worker_info(to)
 
 
 def _prepare(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
@@ -406,24 +395,6 @@ def _get_debug_info() -> dict[str, str]:
 # -- gathering ----------------------------------------------------------------------------------
 
 
-class AllGatherStates:
-    """What one gathering has so far.
-
-    ``gathered_objects`` maps names to objects; ``proceed_signal`` is set when it is complete.
-    """
-
-    def __init__(self) -> None:
-        self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
-
-
-_all_gather_dict_lock = threading.RLock()
-_all_gather_sequence_id: dict[str, int] = {}
-_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = (
-    collections.defaultdict(AllGatherStates)
-)
-
-
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
@@ -445,23 +416,19 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 def _all_gather(
     obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the objects that all workers passed, by name; all must call it.
-
-    Args:
-        obj: this worker's.
-        worker_names (set[str]): who takes part; not given: all.
-        timeout (float): in seconds; 0: none; not given: the default, for each call.
-
-    Raises:
-        WorkerDiedError: one of them is gone.
-        RuntimeError: some did not come in time; the message names them.
-    """
+    """Return the objects that all named workers passed, by name; see ``gathering.gather``."""
     return _gather(obj, set(worker_names or _ALL_WORKER_NAMES), timeout, survivors=False)
+
+
+def _gather(obj: Any, names: set[str], timeout: float, survivors: bool) -> dict[str, Any]:
+    # programs replace these two functions, so they are looked up now
+    calls = Calls(rpc_sync, rpc_async, _gather_to_leader, _broadcast_to_followers)
+    return gather(_get_current_rpc_agent(), calls, obj, names, timeout, survivors)
 
 
 @_require_initialized
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Wait until all of these workers call this with the same names."""
+    """Wait until all of these workers call this."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
@@ -480,106 +447,3 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     except RuntimeError:
         logger.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise
-
-
-def _gather(obj: Any, names: set[str], timeout: float, survivors: bool) -> dict[str, Any]:
-    """Gather as torch does: all send to the first by name, which sends all to all.
-
-    Args:
-        survivors: go on without workers that die; the next by name takes over from the first.
-    """
-    agent = _get_current_rpc_agent()
-    me = agent.get_worker_info().name
-    with _all_gather_dict_lock:
-        concat_names = "".join(sorted(names))
-        number = _all_gather_sequence_id.get(concat_names, 0)
-        _all_gather_sequence_id[concat_names] = number + 1
-        sequence_id = f"{concat_names}{number}"
-        states = _all_gather_sequence_id_to_states[sequence_id]
-    rpc_timeout = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
-    # as in torch: only a time-out given here bounds the wait for slow members
-    patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
-
-    def absent() -> list[str]:
-        return sorted(_living(agent, names) - states.gathered_objects.keys())
-
-    try:
-        _gather_to_leader(sequence_id, me, obj)
-        while True:
-            living = _living(agent, names)
-            if not survivors:
-                _refuse_dead(agent, names - living)
-            leader = min(living)
-            if leader == me:
-                if not agent.wait_members(lambda: not absent(), patience):
-                    raise GroupError(
-                        f"Workers {absent()} did not come to a gathering of {sorted(names)} in "
-                        f"{patience} s. They are alive: call the same function on each of them."
-                    )
-                if not survivors:
-                    _refuse_dead(agent, names - _living(agent, names))
-                _tell_followers(agent, sequence_id, states, names, rpc_timeout, survivors)
-                return states.gathered_objects
-            try:
-                args = (sequence_id, me, obj, names)
-                rpc_sync(leader, _gather_to_leader, args=args, timeout=rpc_timeout)
-            except WorkerDiedError:
-                if not survivors:
-                    raise
-                continue
-
-            def settled(leader: str = leader) -> bool:
-                return states.proceed_signal.is_set() or leader not in _living(agent, names)
-
-            if not agent.wait_members(settled, patience):
-                raise GroupError(
-                    f"{leader!r}, which leads a gathering of {sorted(names)}, did not hear from "
-                    f"all of them in {patience} s. Call the same function on each of them."
-                )
-            if states.proceed_signal.is_set():
-                return states.gathered_objects
-    finally:
-        with _all_gather_dict_lock:
-            _all_gather_sequence_id_to_states.pop(sequence_id, None)
-
-
-def _tell_followers(
-    agent: Agent,
-    sequence_id: str,
-    states: AllGatherStates,
-    names: set[str],
-    rpc_timeout: float,
-    survivors: bool,
-) -> None:
-    me = agent.get_worker_info().name
-    args = (sequence_id, states.gathered_objects)
-    futures = {
-        name: rpc_async(name, _broadcast_to_followers, args=args, timeout=rpc_timeout)
-        for name in sorted(_living(agent, names) - {me})
-    }
-    errors = []
-    for name, future in futures.items():
-        try:
-            future.wait()
-        except WorkerDiedError as exc:
-            if not survivors:
-                errors.append((name, exc))
-        except RuntimeError as exc:
-            errors.append((name, exc))
-    if errors:
-        raise GroupError(
-            f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
-            f"{rpc_timeout:.2f} seconds. The first exception is {errors[0][1]}"
-        )
-
-
-def _living(agent: Any, names: set[str]) -> set[str]:
-    return names & {info.name for info in agent.get_worker_infos()}
-
-
-def _refuse_dead(agent: Agent, names: set[str]) -> None:
-    for name in sorted(names):
-        member: Member = agent.lookup(name)
-        error = agent.lost(member)
-        if error is not None:
-            raise error

@@ -18,7 +18,7 @@ _MISSING = (
 )
 
 
-class context:  # noqa: N801  (torch's name)
+class context:
     """Refuse to open a distributed autograd context.
 
     Raises:

@@ -7,6 +7,7 @@ register one more, with handlers that make its options and its agent.
 from __future__ import annotations
 
 import enum
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,10 @@ __all__ = [
     "BackendValue",
     "backend_registered",
     "construct_rpc_backend_options",
+    "infer_backend",
     "init_backend",
+    "is_ours",
+    "make_store",
     "register_backend",
 ]
 
@@ -61,7 +65,8 @@ def _backend_repr(self: enum.Enum) -> str:
 
 
 def _make(members: dict[str, BackendValue]) -> Any:
-    made: Any = enum.Enum("BackendType", members)  # type: ignore[misc]
+    functional: Any = enum.Enum
+    made: Any = functional("BackendType", members)
     made.__repr__ = _backend_repr
     made.__doc__ = "The available backends."
     return made
@@ -106,6 +111,32 @@ def register_backend(
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     BackendType = _make({backend_name: value, **{m.name: m.value for m in BackendType}})
     return BackendType[backend_name]
+
+
+def is_ours(backend: Any) -> bool:
+    """Tell whether a backend's agent is rayrpc's own."""
+    return backend.value.init_backend_handler is None
+
+
+def infer_backend(options: Any) -> Any:
+    """Return the backend whose options these are.
+
+    Raises:
+        TypeError: there is none.
+    """
+    for candidate in BackendType:
+        if isinstance(options, type(construct_rpc_backend_options(candidate))):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}")
+
+
+def make_store(options: Any, rank: int, world_size: int | None) -> Any:
+    """Return the store that torch would give to the agent of a library's own backend."""
+    distributed: Any = importlib.import_module("torch.distributed")
+    store, _, _ = next(
+        distributed.rendezvous(options.init_method, rank=rank, world_size=world_size)
+    )
+    return store
 
 
 def construct_rpc_backend_options(

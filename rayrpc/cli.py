@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import yaml
 
 from rayrpc import __version__, config
-from rayrpc.errors import RpcError
+from rayrpc.errors import ConfigError, RpcError
 
 __all__ = ["main"]
 
@@ -47,7 +47,7 @@ def _settings(options: argparse.Namespace) -> config.Settings:
     for item in options.set:
         key, equals, value = item.partition("=")
         if not equals:
-            raise config.ConfigError(f"--set {item}: write it as KEY=VALUE")
+            raise ConfigError(f"--set {item}: write it as KEY=VALUE")
         overrides[key.replace("-", "_")] = yaml.safe_load(value)
     if options.address is not None:
         overrides["address"] = options.address

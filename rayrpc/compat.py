@@ -127,8 +127,8 @@ def install() -> None:
     if _undo:
         return
     rpc = _rpc_package()
-    for name, module in MODULES.items():
-        _set(sys.modules, name, importlib.import_module(module))
+    for name, home in MODULES.items():
+        _set(sys.modules, name, importlib.import_module(home))
     for module_name, name, source, source_name in TABLE:
         target = rpc if module_name == RPC else sys.modules.get(module_name)
         # what was never imported cannot hold a copy

@@ -15,9 +15,9 @@ __all__ = [
     "DEFAULT_PROCESS_GROUP_TIMEOUT",
     "DEFAULT_RPC_TIMEOUT_SEC",
     "DEFAULT_SHUTDOWN_TIMEOUT",
-    "UNSET_RPC_TIMEOUT",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
+    "UNSET_RPC_TIMEOUT",
     "validate_device_maps",
 ]
 

@@ -154,7 +154,7 @@ class RRef(Generic[T]):
     def _check(self, action: str) -> None:
         if self._fork_id is not None and not self._agent.rrefs.is_held(self._fork_id):
             lost = self._agent.lost_owner(self._owner)
-            if lost is not None:
+            if lost is not None and current.is_set() and current.get_agent() is self._agent:
                 raise lost
             raise RpcError(
                 f"User RRef with RRefId={self._rref_id} and ForkId={self._fork_id} has been "
@@ -260,7 +260,7 @@ class RRef(Generic[T]):
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
-        return tuple(self._share(current.get_agent().rrefs, None))
+        return tuple(self._share(self._agent.rrefs, None))
 
     @staticmethod
     def _deserialize(fork: tuple[Any, ...]) -> RRef[Any]:

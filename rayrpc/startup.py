@@ -1,4 +1,4 @@
-"""From ``init_rpc``'s arguments to a running agent."""
+"""From ``init_rpc``'s arguments to an agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayrpc.config import Settings
 from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
 from rayrpc.rref import rref_maker
 
-__all__ = ["default_options", "start_agent"]
+__all__ = ["default_options", "make_agent"]
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -30,7 +30,7 @@ def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
     )
 
 
-def start_agent(
+def make_agent(
     name: str,
     rank: int,
     world_size: int | None,
@@ -38,7 +38,7 @@ def start_agent(
     settings: Settings,
     environ: Mapping[str, str] | None = None,
 ) -> Agent:
-    """Join the group that the options name, and return the agent, which serves from now on.
+    """Join the group that the options name, and return the agent, which serves once started.
 
     Args:
         name (str): of the worker.
@@ -82,9 +82,7 @@ def start_agent(
         directory.leave()
         transport.close()
         raise
-    agent = Agent(snapshot, transport, directory, options, rref_maker, [ProfilerHook()])
-    agent.start()
-    return agent
+    return Agent(snapshot, transport, directory, place.key, options, rref_maker, [ProfilerHook()])
 
 
 # The directory is an actor that never imports torch: devices are texts there.

@@ -38,6 +38,7 @@ class Agent:
         snapshot (Snapshot): what the directory admitted this worker with.
         transport (Transport): not started yet.
         directory (Directory): joined.
+        key (str): names the group.
         options (Any): the backend options that ``init_rpc`` got.
         rref_maker (Callable): given this agent, returns what makes handles of RRefs.
         hooks (list[Hook]): concerns that accompany calls.
@@ -48,12 +49,14 @@ class Agent:
         snapshot: Snapshot,
         transport: Transport,
         directory: Directory,
+        key: str,
         options: Any,
         rref_maker: Callable[[Agent], MakeRRef],
         hooks: list[Hook],
     ) -> None:
         me = snapshot.me
         self.member = me
+        self.key = key
         self.info = WorkerInfo(me.name, me.id)
         self.hooks = hooks
         self.rpc_timeout: float = options.rpc_timeout
@@ -154,9 +157,7 @@ class Agent:
                     return member
         names = ", ".join(sorted(self._names))
         wanted = to.name if isinstance(to, WorkerInfo) else to
-        raise RpcError(
-            f"Unknown destination worker {wanted}: this group has the workers {names}."
-        )
+        raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         """Return the WorkerInfo of this worker, or of one given by name or id."""
@@ -234,7 +235,7 @@ class Agent:
                 if self._names.get(member.name) == member:
                     del self._names[member.name]
             if change.kind == "died":
-                logger.warning("%s", error)
+                logger.info("%s", error)
             self._transport.lost(member, error)
             self.caller.gone(member, error)
             self.rrefs.gone(member.id)

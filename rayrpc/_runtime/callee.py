@@ -17,7 +17,7 @@ from rayrpc._runtime.hooks import Hook, IncomingCall
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._runtime.outcome import Error, Outcome, Value
-from rayrpc._runtime.remote_errors import describe
+from rayrpc._runtime.remote_errors import RemoteException, describe
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.threads import Slots, ThreadCache
 from rayrpc._transports.base import Deferred
@@ -167,6 +167,10 @@ class Callee:
 
     def _keep(self, frame: Frame, cell: Cell, outcome: Outcome[Any]) -> Frame:
         """Fill the cell of a ``remote`` call; errors surface where the RRef is used."""
+        if isinstance(outcome, Error):
+            # its frames hold the function's arguments; keep what they tell, not them
+            remote = self._describe(frame, outcome.error)
+            outcome = Error(outcome.error.with_traceback(None), remote)
         cell.set(outcome)
         return self._frame(frame, Kind.VALUE, _NONE)
 
@@ -209,7 +213,7 @@ class Callee:
 
     def _fetched(self, frame: Frame, outcome: Outcome[Any]) -> Frame:
         if isinstance(outcome, Error):
-            return self._error(frame, outcome.error)
+            return self._error(frame, outcome.error, outcome.remote)
         return self._value(frame, outcome.value, None)
 
     # -- replies ------------------------------------------------------------------------------
@@ -224,11 +228,16 @@ class Callee:
             return self._error(frame, exc)
         return self._frame(frame, Kind.VALUE, payload, meta)
 
-    def _error(self, frame: Frame, error: BaseException) -> Frame:
+    def _describe(self, frame: Frame, error: BaseException) -> RemoteException:
         def encode(kind: Any) -> bytes:
             return self._codec.encode(kind, frame.src, self._shares_main(frame.src)).data
 
-        remote = describe(error, self._me, encode)
+        return describe(error, self._me, encode)
+
+    def _error(
+        self, frame: Frame, error: BaseException, remote: RemoteException | None = None
+    ) -> Frame:
+        remote = remote or self._describe(frame, error)
         return self._frame(frame, Kind.ERROR, Payload(pickle.dumps(tuple(remote), 5), []))
 
     def _frame(
@@ -251,7 +260,7 @@ class Callee:
 
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 # a scripted function returns a future of the class below torch.futures.Future
-_AnyFuture: type = Future.__mro__[1]
+_AnyFuture: Any = Future.__mro__[1]
 
 _NONE = Payload(pickle.dumps(None, 5), [])
 

@@ -8,7 +8,7 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch.futures import Future
 
@@ -17,7 +17,7 @@ from rayrpc._runtime.hooks import Hook, OutgoingCall
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.outcome import Error, Outcome, Value, fresh
 from rayrpc._runtime.remote_errors import rebuild
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.threads import ThreadCache
@@ -43,6 +43,7 @@ class _Open(NamedTuple):
     peer: Member
     done: Done
     call: OutgoingCall | None
+    timer: int | None
 
 
 def _timed_out(timeout: float) -> CallTimeoutError:
@@ -259,10 +260,10 @@ class Caller:
         call_id = frame.call_id
         with self._sync_lock:
             self.sent += 1
-        self._open[call_id] = _Open(to, done, call)
+        expire = functools.partial(self._expire, call_id, timeout)
+        timer = self._timers.after(timeout, expire) if timeout else None
+        self._open[call_id] = _Open(to, done, call, timer)
         pending = self._way(to, frame)
-        if timeout:
-            self._timers.after(timeout, functools.partial(self._expire, call_id, timeout))
         # a reply may come on a thread of the transport: only hand it over there
         pending.on_done(
             lambda outcome: self._threads.submit(
@@ -296,6 +297,8 @@ class Caller:
                 result = Error(exc)
         # only now: a call is active until its callbacks may run
         if self._open.pop(call_id, None) is not None:
+            if call.timer is not None:
+                self._timers.cancel(call.timer)
             call.done(result)
 
     def _fail(self, call_id: int, error: BaseException) -> None:
@@ -337,8 +340,14 @@ class Caller:
 def _complete(future: Any, outcome: Outcome[Any]) -> None:
     if isinstance(outcome, Value):
         future.set_result(outcome.value)
-    else:
-        error = outcome.error
-        if not isinstance(error, Exception):
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        future.set_exception(error)
+        return
+    error = outcome.error
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    # as Future.set_exception does, but with a new exception for each who reads it
+    future._set_unwrap_func(_raise_fresh)
+    future.set_result(error.with_traceback(None))
+
+
+def _raise_fresh(error: BaseException) -> NoReturn:
+    raise fresh(error)

@@ -17,7 +17,7 @@ import threading
 import types
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import cloudpickle
 import torch
@@ -121,11 +121,13 @@ def _torch_function(name: str) -> Any:
     return getattr(torch, name)
 
 
+_jit: Any = torch.jit
+
 _REDUCERS: dict[type, Reducer] = {
     torch.Tensor: reduce_tensor,
-    torch.jit.ScriptModule: _reduce_script_module,
-    torch.jit.RecursiveScriptModule: _reduce_script_module,
-    torch.jit.ScriptFunction: _reduce_script_function,
+    _jit.ScriptModule: _reduce_script_module,
+    _jit.RecursiveScriptModule: _reduce_script_module,
+    _jit.ScriptFunction: _reduce_script_function,
     types.BuiltinFunctionType: _reduce_builtin,
 }
 
@@ -136,11 +138,11 @@ def add_reducer(cls: type, reducer: Reducer) -> None:
 
 
 class _ByReference(pickle.Pickler):
-    dispatch_table = _REDUCERS  # type: ignore[assignment]
+    dispatch_table: ClassVar[Any] = _REDUCERS
 
 
 class _ByValue(cloudpickle.Pickler):
-    dispatch_table = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # type: ignore[assignment]
+    dispatch_table: ClassVar[Any] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
 
 
 class Codec:
@@ -258,7 +260,7 @@ def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tens
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
-    pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)  # type: ignore[dict-item]
+    pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)
     outer = _session.reduce
     _session.reduce = rref_reducer
     try:

@@ -210,16 +210,21 @@ class Group:
     def __init__(self, key: str) -> None:
         self.key = key
         self.sessions: list[Session] = []
+        # what kind the group is; a directory forgets it when it ends, soon after its members
+        self.was_static: bool | None = None
         self._count = 0
 
     def join(self, request: Member) -> tuple[Session | None, list[Decision]]:
         """Take a request to join; returns the session that it goes to, and decisions."""
         self.sessions = [s for s in self.sessions if not s.is_over]
         session = self.sessions[-1] if self.sessions else None
+        if self.was_static is not None and self.was_static != (request.world_size is not None):
+            return None, [Refused(request.token, MIXED)]
         if session is None or session.broken:
             session = Session(self._count, request.world_size)
             self._count += 1
             self.sessions.append(session)
+            self.was_static = request.world_size is not None
         elif session.world_size is not None and session.complete:
             if request.world_size is None:
                 return None, [Refused(request.token, MIXED)]

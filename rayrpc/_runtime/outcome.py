@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-__all__ = ["Error", "Outcome", "Value"]
+__all__ = ["Error", "Outcome", "Value", "fresh"]
 
 T = TypeVar("T")
 
@@ -23,13 +23,36 @@ class Value(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """It ended with an exception."""
+    """It ended with an exception.
+
+    Args:
+        error (BaseException): the exception.
+        remote (Any): how it travels to other workers, where that is known already.
+    """
 
     error: BaseException
+    remote: Any = None
 
     def unwrap(self) -> NoReturn:
         """Raise the error."""
-        raise self.error
+        raise fresh(self.error)
+
+
+def fresh(error: BaseException) -> BaseException:
+    """Return an exception like ``error``, to raise without leaving a trace in it.
+
+    A kept exception that is raised keeps the frames of whoever it was raised in, and what these
+    hold; kept by a Future, whose inside Python's collector cannot see, it keeps them for ever.
+    """
+    try:
+        again = type(error).__new__(type(error), *error.args)
+        again.args = error.args
+        again.__dict__.update(error.__dict__)
+    except Exception:  # an exotic class: better the same one than another
+        return error
+    again.__cause__ = error.__cause__
+    again.__suppress_context__ = error.__suppress_context__
+    return again
 
 
 Outcome = Value[T] | Error

@@ -35,7 +35,7 @@ class ProfilerHook(Hook):
     name = "profiler"
 
     def wants(self) -> bool:
-        autograd = torch.autograd
+        autograd: Any = torch.autograd
         return autograd._profiler_enabled() and not autograd.profiler._is_profiler_enabled
 
     def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
@@ -44,4 +44,3 @@ class ProfilerHook(Hook):
 
     def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
         return entered._call_end_callbacks_on_future(future)
-

@@ -85,15 +85,11 @@ def find_place(
     return Place(key, rank, world_size)
 
 
-def _from_environment(
-    rank: int, environ: Mapping[str, str], group: str | None
-) -> tuple[str, int]:
+def _from_environment(rank: int, environ: Mapping[str, str], group: str | None) -> tuple[str, int]:
     def need(name: str) -> str:
         value = environ.get(name)
         if not value:
-            raise _error(
-                f"env:// rendezvous: environment variable {name} expected, but not set"
-            )
+            raise _error(f"env:// rendezvous: environment variable {name} expected, but not set")
         return value
 
     if group is not None and not environ.get("MASTER_ADDR"):

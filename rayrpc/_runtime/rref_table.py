@@ -9,7 +9,8 @@ and a parent keeps its own fork until the child's is counted, so that the count 
 zero while somebody still holds, or is about to hold, the RRef:
 
     A (user) shares with C (user):   A ──call with fork f──> C
-                                     C ──ForkRequest f──> owner ──ForkAck f──> C ──ChildAccept f──> A
+                                     C ──ForkRequest f──> owner ──ForkAck f──> C
+                                     C ──ChildAccept f──> A
     A (user) sends to the owner:     A ──call with fork f──> owner ──ChildAccept f──> A
     the owner shares with C:         it counts f before the call leaves; C's fork starts CONFIRMED
     A drops its handle:              A ──UserDelete──> owner
@@ -41,7 +42,13 @@ from rayrpc._runtime.messages import (
     UserDelete,
 )
 
-__all__ = ["Confirmed", "Effect", "Released", "RRefTable", "UserState"]
+__all__ = [
+    "Confirmed",
+    "Effect",
+    "RRefTable",
+    "Released",
+    "UserState",
+]
 
 
 class UserState(Enum):
@@ -212,6 +219,8 @@ class RRefTable:
                 return cell, self._forget(fork.rref_id, fork.fork_id)
             self._send(fork.parent, ChildAccept, fork.fork_id)
             return cell, []
+        if fork.owner in self._gone:
+            return None, []  # as ``gone`` leaves it: not held
         entry = self.used[fork.fork_id] = _Used(fork.rref_id, fork.owner, fork.parent)
         if fork.parent == fork.owner:
             entry.state = UserState.CONFIRMED
@@ -345,6 +354,8 @@ class RRefTable:
         return link
 
     def _send(self, worker: int, message: type[Control], *ids: GloballyUniqueId) -> None:
+        if worker in self._gone:
+            return
         link = self._link(worker)
         link.queue.append(message(link.next_seq, *ids))
         link.next_seq += 1

@@ -57,7 +57,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     flat = tensor.detach() if requires_grad else tensor
     size = tuple(flat.shape)
     if flat.dtype in _NUMPY and flat.is_contiguous() and not requires_grad and 0 not in size:
-        return rebuild_contiguous, (pickle.PickleBuffer(flat.numpy()), _NUMPY[flat.dtype], size)
+        return rebuild_contiguous, (_buffer(flat), _NUMPY[flat.dtype], size)
     stride = flat.stride()
     itemsize = flat.element_size()
     if 0 in size:
@@ -69,14 +69,22 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
         stride = flat.stride()
         span = useful
     raw = torch.empty(0, dtype=torch.uint8)
-    raw.set_(
-        flat.untyped_storage(), flat.storage_offset() * itemsize, (span * itemsize,), (1,)
-    )
-    buffer = pickle.PickleBuffer(raw.numpy())
+    raw.set_(flat.untyped_storage(), flat.storage_offset() * itemsize, (span * itemsize,), (1,))
+    buffer = _buffer(raw)
     return rebuild_tensor, (buffer, flat.dtype, size, stride, requires_grad)
 
 
+def _buffer(tensor: torch.Tensor) -> pickle.PickleBuffer:
+    memory: Any = tensor.numpy()
+    return pickle.PickleBuffer(memory)
+
+
 def _reduce_by_torch(tensor: torch.Tensor) -> Any:
+    if tensor.device.type not in ("cpu", "meta"):
+        raise RuntimeError(
+            f"A tensor on {tensor.device} cannot be sent: device maps are not part of this "
+            "release of rayrpc. Move it to the CPU first, with tensor.cpu()."
+        )
     # a result of autograd is sent as the leaf that it becomes there
     leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
     return leaf.__reduce_ex__(5)

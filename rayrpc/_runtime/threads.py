@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,77 +14,103 @@ logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
+# How long waiting tasks may make no progress before they get another thread.
+STUCK_SECONDS = 0.005
+
 
 class ThreadCache:
-    """Run tasks in daemon threads, never making one wait for another.
+    """Run tasks in daemon threads; a task that blocks never holds up the others for long.
 
-    A callback may block on the result of another call, whose callback must then run: with a
-    pool of fixed size a chain of them would lock up.
+    A callback may block on the result of another call, whose callback must then run: a pool of
+    fixed size would lock up.  So the pool grows whenever tasks wait and none gets on.
 
     Args:
         name (str): prefix of the threads' names.
+        soft_limit (int): up to this many threads are made as soon as they are needed.
         idle_seconds (float): how long an idle thread stays.
     """
 
-    def __init__(self, name: str, idle_seconds: float = 10.0) -> None:
+    def __init__(self, name: str, soft_limit: int = 4, idle_seconds: float = 10.0) -> None:
         self._name = name
+        self._soft_limit = soft_limit
         self._idle_seconds = idle_seconds
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0  # threads that wait, less tasks that wait for them
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._idle = 0
         self._count = 0
+        self._started = 0
+        self._taken = 0
+        self._guard: threading.Thread | None = None
+        self._guarded = threading.Event()
+        self._closed = False
 
     @property
-    def idle(self) -> int:
-        """The number of threads without work."""
-        return max(self._idle, 0)
+    def size(self) -> int:
+        """The number of threads."""
+        return self._count
 
     def submit(self, task: Task) -> None:
-        """Run a task soon, in a thread of its own for as long as it takes."""
-        with self._lock:
-            self._idle -= 1
-            start = self._idle < 0
-            if start:
-                self._idle += 1
-                self._count += 1
-                number = self._count
-        if start:
-            thread = threading.Thread(
-                target=self._run, args=(task,), name=f"{self._name}-{number}", daemon=True
-            )
-            thread.start()
-        else:
-            self._tasks.put(task)
+        """Run a task soon."""
+        with self._changed:
+            self._tasks.append(task)
+            if self._idle >= len(self._tasks):
+                self._changed.notify()
+                return
+            if self._count < self._soft_limit:
+                self._start()
+                return
+            if self._guard is None:
+                self._guard = threading.Thread(
+                    target=self._watch, name=f"{self._name}-guard", daemon=True
+                )
+                self._guard.start()
+            self._guarded.set()
 
     def close(self) -> None:
-        """Let idle threads end."""
-        with self._lock:
-            idle = max(self._idle, 0)
-        for _ in range(idle):
-            self._tasks.put(None)
+        """Let the threads end when nothing is left to do."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._guarded.set()
 
-    def _run(self, task: Task | None) -> None:
+    def _start(self) -> None:
+        self._count += 1
+        self._started += 1
+        name = f"{self._name}-{self._started}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
         while True:
-            if task is None:
-                with self._lock:
+            with self._changed:
+                while not self._tasks:
+                    if self._closed:
+                        self._count -= 1
+                        return
+                    self._idle += 1
+                    there = self._changed.wait(self._idle_seconds)
                     self._idle -= 1
-                return
+                    if not there and not self._tasks:
+                        self._count -= 1
+                        return
+                task: Task | None = self._tasks.popleft()
+                self._taken += 1
             try:
-                task()
+                task()  # type: ignore[misc]
             except BaseException:
                 logger.exception("error in a task of %s", self._name)
             task = None  # must not keep alive what the task held
-            with self._lock:
-                self._idle += 1
-            try:
-                task = self._tasks.get(timeout=self._idle_seconds)
-            except queue.Empty:
-                with self._lock:
-                    if self._idle > 0:
-                        self._idle -= 1
-                        return
-                # a task is on its way to this thread
-                task = self._tasks.get()
+
+    def _watch(self) -> None:
+        """Add a thread whenever tasks wait and no thread takes one."""
+        while not self._closed:
+            self._guarded.wait()
+            taken = self._taken
+            time.sleep(STUCK_SECONDS)
+            with self._changed:
+                if not self._tasks:
+                    self._guarded.clear()
+                elif taken == self._taken and self._idle == 0:
+                    self._start()
 
 
 class Slots:

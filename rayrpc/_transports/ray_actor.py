@@ -6,6 +6,8 @@ by the ref's completion callback for the others; no polling, no thread per call.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import re
 import threading
@@ -43,16 +45,28 @@ __all__ = ["HostedEndpoint", "RayTransport", "cause_of", "hosted_endpoint"]
 
 logger = logging.getLogger(__name__)
 
+# How long a worker that leaves lets its last replies go out.
+CLOSE_SECONDS = 1.0
+# How long a call waits for a worker that is admitted to its group, but not serving yet.
+PLUG_SECONDS = 10.0
+
 Late = tuple[PendingReply, str | None]
 
 
 def cause_of(error: BaseException) -> str:
     """Return in one line why Ray says that an actor is dead."""
-    text = " ".join(str(error).split())
-    found = re.search(r"is dead because (.*)", text) or re.search(r"(?:cause|because) (.*)", text)
-    cause = found.group(1) if found else text
-    cause = re.sub(r"\b(owner|its) (Id|id|worker id)?:? ?[0-9a-f]{16,}\.?", r"\1", cause)
-    return cause[:300].strip()
+    text = " ".join(_plain(error).split())
+    if "owner has died" in text:
+        return "its process died, or exited without shutdown()"
+    if "ray.kill" in text:
+        return "it was ended by ray.kill or by the process that started it"
+    if "node has died" in text or "node was dead" in text:
+        return "its node died"
+    detail = re.search(r"exit detail: (.*?\.)(?: |$)", text)
+    if detail:
+        return f"its process died: {detail.group(1)}"
+    found = re.search(r"because (.*)", text)
+    return (found.group(1) if found else text)[:300].strip()
 
 
 def _plain(error: BaseException) -> str:
@@ -127,13 +141,20 @@ class HostedEndpoint:
         self._busy = 0
         self._lock = threading.Lock()
         self._transport: RayTransport | None = None
+        self._plugged = threading.Event()
 
     def plug(self, transport: RayTransport | None) -> None:
         """Serve by ``transport`` from now on."""
         self._transport = transport
+        if transport is not None:
+            self._plugged.set()
+        else:
+            self._plugged.clear()
 
     def call(self, wire: Wire) -> Wire:
         """Serve a peer's frame in this thread, which the actor gave."""
+        # a peer that was admitted with us may call before our init_rpc has returned
+        self._plugged.wait(PLUG_SECONDS)
         transport = self._transport
         if transport is None:
             raise CallError("RPC is not running in this process (any more)")
@@ -198,7 +219,8 @@ class RayTransport(Transport):
                     ray.get_runtime_context().get_node_id(), soft=False
                 )
             )
-        relay: Any = ray.remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
+        remote: Any = ray.remote
+        relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
         return relay.options(name=f"{worker}#{token}", namespace=namespace, **options).remote(
             worker
         )
@@ -248,6 +270,8 @@ class RayTransport(Transport):
             self._hosted.plug(None)
             self._hosted.watch.release(self._token)
         elif ray.is_initialized():
+            with contextlib.suppress(RayError):
+                ray.get(self._address.close.remote(self._token, CLOSE_SECONDS))
             ray.kill(self._address)
         self._threads.close()
 
@@ -319,7 +343,7 @@ class RayTransport(Transport):
                 if kind == "reply":
                     self._arrived(number, wire)
                 elif position < last:
-                    self._threads.submit(lambda n=number, w=wire: self._take(n, w, None))
+                    self._threads.submit(functools.partial(self._take, number, wire, None))
                 else:
                     self._take(number, wire, results)
             with self._lock:
@@ -331,9 +355,7 @@ class RayTransport(Transport):
                     self._address.give.remote(results)
                 return
 
-    def _take(
-        self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None
-    ) -> None:
+    def _take(self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None) -> None:
         """Serve a frame; leave its reply in ``results`` for the next exchange, or send it."""
         assert self._serve is not None
         frame = from_wire(wire)

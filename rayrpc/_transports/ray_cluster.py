@@ -51,6 +51,7 @@ def connect(settings: Settings) -> None:
         ClusterError: the named cluster cannot be reached, or no local one can be started.
     """
     global _connected_pid
+    logging.getLogger("rayrpc").setLevel(settings.log_level)
     address = settings.address or os.environ.get("RAY_ADDRESS")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         if _connected_pid not in (None, os.getpid()):
@@ -100,11 +101,14 @@ def _join_local(settings: Settings) -> str:
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rayrpc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise ClusterError(f"{folder} belongs to somebody else; set RAY_TMPDIR to a folder of yours")
+        raise ClusterError(
+            f"{folder} belongs to somebody else; set RAY_TMPDIR to a folder of yours"
+        )
     # programs of another Python or another Ray need a cluster of their own
     which = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
     if settings.address == "local":
-        which += f"-{os.getpid()}"
+        # one for this program: its children inherit the name
+        which += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
     path = folder / f"keeper-{which}.sock"
     with _locked(folder / f"keeper-{which}.lock"):
         lease = _knock(path)

@@ -28,6 +28,7 @@ __all__ = ["DirectoryActor", "RayDirectory"]
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
+LINGER_AFTER_DEATH_SECONDS = 5.0
 JOIN_SEEN_SECONDS = 5.0
 
 
@@ -44,6 +45,7 @@ class DirectoryActor:
         self._seen: dict[str, int] = {}  # the version that each member has applied
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._died = False
         self._spawn(self._end_when_empty())
 
     def __repr__(self) -> str:
@@ -55,7 +57,7 @@ class DirectoryActor:
         self._spawn(self._watch(member))
         _, decisions = self._group.join(member)
         await self._settle(decisions)
-        snapshot = await answer
+        snapshot: Snapshot | str = await answer
         if isinstance(snapshot, Snapshot) and member.world_size is None:
             await self._all_see(member.token, snapshot.version)
         return snapshot
@@ -143,6 +145,7 @@ class DirectoryActor:
                 continue
             except RayError as exc:
                 kind, cause = "died", cause_of(exc)
+                self._died = True
             break
         await self._remove(member.token, kind, cause)
 
@@ -163,7 +166,8 @@ class DirectoryActor:
         while True:
             await asyncio.sleep(LINGER_SECONDS / 4)
             if not self._group.is_empty or self._joins:
-                empty_since, patience = None, LINGER_SECONDS
+                empty_since = None
+                patience = LINGER_AFTER_DEATH_SECONDS if self._died else LINGER_SECONDS
             elif empty_since is None:
                 empty_since = time.monotonic()
             elif time.monotonic() - empty_since > patience:

@@ -6,6 +6,7 @@ itself when the last of these connections is closed.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import selectors
@@ -48,10 +49,8 @@ class Keeper:
 
     def _tell(self, tenant: socket.socket) -> None:
         if self._answer is not None:
-            try:
+            with contextlib.suppress(OSError):  # it is gone; its end of file follows
                 tenant.sendall(self._answer)
-            except OSError:
-                pass  # it is gone; its end of file follows
 
     def run(self) -> None:
         """Return when no process needs the cluster any more."""
@@ -73,11 +72,9 @@ class Keeper:
                 return
 
     def _left(self, tenant: socket.socket) -> None:
-        try:
+        with contextlib.suppress(OSError):
             if tenant.recv(1):
                 return
-        except OSError:
-            pass
         self._selector.unregister(tenant)
         with self._answer_lock:
             self._tenants.discard(tenant)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import time
 from typing import Any
 
 import ray
@@ -152,6 +153,14 @@ class Relay:
         """Take results of the process."""
         self._settle(results)
 
+    @ray.method(concurrency_group="system")
+    def close(self, token: str, patience: float) -> None:
+        """Let peers have the replies that are under way, for ``patience`` seconds at most."""
+        end = time.monotonic() + patience
+        while self._busy and time.monotonic() < end:
+            time.sleep(0.002)
+        self._watch.release(token)
+
     @ray.method(concurrency_group="watch")
     def watch(self, token: str) -> None:
         """Block until the worker leaves; fail if it dies."""
@@ -163,5 +172,3 @@ class Relay:
             if held is not None:
                 held.wire = passed_on(wire)
                 held.done.release()
-
-

@@ -152,8 +152,9 @@ class HostedWorker:
     def leave_group(self) -> None:
         """Leave the group."""
         from rayrpc import api
+        from rayrpc._runtime import current
 
-        if api._is_current_rpc_agent_set():
+        if current.is_set():
             api.shutdown(graceful=False)
         if self._capture is not None:
             self._capture.close()
@@ -161,4 +162,5 @@ class HostedWorker:
 
 def hosted_actor() -> Any:
     """Return the actor class, which asks Ray for nothing unless told to."""
-    return ray.remote(num_cpus=0, concurrency_groups=GROUPS)(HostedWorker)
+    remote: Any = ray.remote
+    return remote(num_cpus=0, concurrency_groups=GROUPS)(HostedWorker)

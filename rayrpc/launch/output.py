@@ -65,9 +65,7 @@ class Capture:
 
 
 def _writer(fd: int) -> TextIO:
-    return open(
-        fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
-    )
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def follow(actor: Any, get: Any, prefix: str = "") -> threading.Thread:
@@ -108,4 +106,3 @@ def follow(actor: Any, get: Any, prefix: str = "") -> threading.Thread:
     thread = threading.Thread(target=run, name="rayrpc-output", daemon=True)
     thread.start()
     return thread
-

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from rayrpc.config import WorkerResources
+from rayrpc.config import Settings, WorkerResources
 from rayrpc.errors import PlacementError
 
-__all__ = ["check_placeable", "placed_options", "wait_placed"]
+__all__ = [
+    "check_placeable",
+    "free_group",
+    "named",
+    "placed_options",
+    "this_node",
+    "wait_placed",
+]
+
+
+def this_node() -> str:
+    """Return the id of this process's node; empty if it is not on one (Ray Client)."""
+    if ray.util.client.ray.is_connected():
+        return ""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def named(worker: str, settings: Settings) -> dict[str, str]:
+    """Return the options by which Ray's lists show a worker under its name."""
+    return {"name": f"{worker}#{uuid.uuid4().hex[:12]}", "namespace": settings.namespace}
 
 
 def demands(want: WorkerResources) -> dict[str, float]:
@@ -73,13 +93,8 @@ def placed_options(
             options[worker]["memory"] = want.memory
     if strategy is None:
         return options
-    bundles = [demands(want) for want in wanted.values()]
-    if not all(bundles):
-        # a group needs something to lay out; without, only "not all in one place" has a meaning
-        if "SPREAD" in strategy:
-            for option in options.values():
-                option["scheduling_strategy"] = "SPREAD"
-        return options
+    # a group lays out what its members ask for, so those that ask for nothing get a token
+    bundles = [demands(want) or {"CPU": 0.001} for want in wanted.values()]
     group = ray.util.placement_group(bundles, strategy=strategy)
     if not group.wait(patience):
         ray.util.remove_placement_group(group)
@@ -95,6 +110,15 @@ def placed_options(
             )
         )
     return options
+
+
+def free_group(options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give back what ``placed_options`` reserved for workers that have ended."""
+    for option in options.values():
+        strategy = option.get("scheduling_strategy")
+        if strategy is not None:
+            ray.util.remove_placement_group(strategy.placement_group)
+            return
 
 
 def wait_placed(

@@ -20,7 +20,14 @@ from rayrpc._transports.ray_actor import cause_of
 from rayrpc._transports.ray_cluster import connect
 from rayrpc.launch.hosted import Ended, hosted_actor
 from rayrpc.launch.output import follow
-from rayrpc.launch.placement import check_placeable, placed_options, wait_placed
+from rayrpc.launch.placement import (
+    check_placeable,
+    free_group,
+    named,
+    placed_options,
+    this_node,
+    wait_placed,
+)
 from rayrpc.launch.program import Program
 
 __all__ = ["RankContext", "spawn"]
@@ -38,11 +45,18 @@ class RankContext:
         pids: their processes.
         refs: of their mains.
         outputs: threads that follow what they print.
+        options: that Ray got for each.
     """
 
     def __init__(
-        self, actors: list[Any], pids: list[int], refs: list[Any], outputs: list[Any]
+        self,
+        actors: list[Any],
+        pids: list[int],
+        refs: list[Any],
+        outputs: list[Any],
+        options: dict[str, dict[str, Any]],
     ) -> None:
+        self._options = options
         self._actors = actors
         self._pids = pids
         self._rank_of = {ref: rank for rank, ref in enumerate(refs)}
@@ -114,6 +128,7 @@ class RankContext:
     def _end_all(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
+        free_group(self._options)
         end = time.monotonic() + OUTPUT_SECONDS
         for output in self._outputs:
             output.join(max(0.0, end - time.monotonic()))
@@ -153,31 +168,37 @@ def spawn(
         warnings.warn(
             f"rayrpc.spawn starts actors; start_method={start_method!r} is ignored", stacklevel=2
         )
-    target = _dump(fn, args)
+    program = Program.of_this_process()
+    target = _dump(fn, args, by_value=not (program.path or program.module))
     settings = config.settings()
     connect(settings)
     wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
     check_placeable(wanted)
     options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
-    node_id = "" if _is_client() else ray.get_runtime_context().get_node_id()
     worker = hosted_actor()
     shared = (
-        Program.of_this_process(),
-        node_id,
+        program,
+        this_node(),
         settings.to_dict(),
         compat.is_installed(),
         settings.log_to_terminal,
     )
-    actors = [worker.options(**options[name]).remote(name, *shared) for name in wanted]
+    actors = [
+        worker.options(**options[name], **named(name, settings)).remote(name, *shared)
+        for name in wanted
+    ]
     try:
-        pids = wait_placed(dict(zip(wanted, actors, strict=True)), wanted, _patience(settings))
+        pids = wait_placed(
+            dict(zip(wanted, actors, strict=True)), wanted, settings.placement_timeout
+        )
         outputs = [follow(actor, ray.get) for actor in actors]
         refs = [actor.run.remote(rank, target) for rank, actor in enumerate(actors)]
     except BaseException:
         for actor in actors:
             ray.kill(actor)
+        free_group(options)
         raise
-    context = RankContext(actors, list(pids.values()), refs, outputs)
+    context = RankContext(actors, list(pids.values()), refs, outputs, options)
     if not join:
         return context
     while not context.join():
@@ -185,24 +206,19 @@ def spawn(
     return None
 
 
-def _patience(settings: config.Settings) -> float:
-    return settings.placement_timeout
-
-
-def _is_client() -> bool:
-    return bool(ray.util.client.ray.is_connected())
-
-
-def _dump(fn: Any, args: Any) -> bytes:
+def _dump(fn: Any, args: Any, by_value: bool) -> bytes:
+    if by_value:  # a notebook's functions are nowhere else
+        return bytes(cloudpickle.dumps((fn, args), 5))
     try:
         return pickle.dumps((fn, args), 5)
     except RuntimeError:
         raise  # a queue or a lock of multiprocessing: only its own children can inherit it
     except Exception:
-        return cloudpickle.dumps((fn, args), 5)
+        return bytes(cloudpickle.dumps((fn, args), 5))
 
 
-_spawn_processes = torch.multiprocessing.start_processes
+_mp: Any = torch.multiprocessing
+_spawn_processes = _mp.start_processes
 
 
 def start_processes(

@@ -17,7 +17,7 @@ from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
 from rayrpc.launch.hosted import hosted_actor
 from rayrpc.launch.output import follow
-from rayrpc.launch.placement import check_placeable, placed_options, wait_placed
+from rayrpc.launch.placement import check_placeable, named, placed_options, this_node, wait_placed
 from rayrpc.launch.program import Program
 
 __all__ = ["WorkerGroup", "start_workers"]
@@ -103,18 +103,19 @@ def start_workers(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
         )
-    method = agent._get_backend_options().init_method
+    method = f"ray://{agent.key}"
     placed = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
     shared = (
         Program(environ=Program.of_this_process().environ, sys_path=list(sys.path)),
-        ray.get_runtime_context().get_node_id(),
+        this_node(),
         settings.to_dict(),
         compat.is_installed(),
         settings.log_to_terminal,
     )
     worker = hosted_actor()
     actors = {
-        name: worker.options(**placed[name]).remote(name, *shared) for name in wanted
+        name: worker.options(**placed[name], **named(name, settings)).remote(name, *shared)
+        for name in wanted
     }
     try:
         wait_placed(actors, wanted, settings.placement_timeout)

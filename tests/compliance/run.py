@@ -271,8 +271,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster ends with us
 
     known = all_names(args.backend)
-    names = list(read_list(args.tests)) if args.tests else known
-    expected = read_list(args.expected_failures) if args.expected_failures else {}
+    try:
+        names = list(read_list(args.tests)) if args.tests else known
+        expected = read_list(args.expected_failures) if args.expected_failures else {}
+    except OSError as error:
+        parser.error(str(error))
     if unknown := sorted({*names, *expected} - set(known)):
         parser.error(f"not in the suites: {', '.join(unknown)}")
     if unreasoned := [name for name, reason in expected.items() if not reason]:

@@ -1,0 +1,159 @@
+"""Gathering objects of all workers by calls, as torch's ``_all_gather`` does.
+
+All send theirs to the first by name, the leader, which sends all to all.  A member that dies ends
+a gathering with its error; where only survivors count (shutdown), the gathering goes on without
+it, and the next by name takes over from a leader that died.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rayrpc._runtime.agent import Agent
+from rayrpc.errors import GroupError, WorkerDiedError
+from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+
+__all__ = ["AllGatherStates", "Calls", "gather"]
+
+
+class AllGatherStates:
+    """What one gathering has so far.
+
+    ``gathered_objects`` maps names to objects; ``proceed_signal`` is set when it is complete.
+    """
+
+    def __init__(self) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+
+
+_all_gather_dict_lock = threading.RLock()
+_all_gather_sequence_id: dict[str, int] = {}
+_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = (
+    collections.defaultdict(AllGatherStates)
+)
+
+
+class Calls(NamedTuple):
+    """The functions of ``rayrpc.api`` that a gathering is made of."""
+
+    rpc_sync: Callable[..., Any]
+    rpc_async: Callable[..., Any]
+    gather_to_leader: Callable[..., None]
+    broadcast_to_followers: Callable[..., None]
+
+
+def gather(
+    agent: Agent, calls: Calls, obj: Any, names: set[str], timeout: float, survivors: bool
+) -> dict[str, Any]:
+    """Return the objects of all named workers, by name.
+
+    Args:
+        agent: of this worker.
+        calls: how to call.
+        obj: this worker's.
+        names: who takes part.
+        timeout: in seconds; 0: none; -1: the default, for each call.
+        survivors: go on without workers that die.
+
+    Raises:
+        WorkerDiedError: one died, and not only survivors count.
+        GroupError: some did not come in time.
+    """
+    me = agent.get_worker_info().name
+    with _all_gather_dict_lock:
+        concat_names = "".join(sorted(names))
+        number = _all_gather_sequence_id.get(concat_names, 0)
+        _all_gather_sequence_id[concat_names] = number + 1
+        sequence_id = f"{concat_names}{number}"
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    rpc_timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    # as in torch: only a time-out given here bounds the wait for slow members
+    patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
+
+    def absent() -> list[str]:
+        return sorted(_living(agent, names) - states.gathered_objects.keys())
+
+    try:
+        calls.gather_to_leader(sequence_id, me, obj)
+        while True:
+            living = _living(agent, names)
+            if not survivors:
+                _refuse_dead(agent, names - living)
+            leader = min(living)
+            if leader == me:
+                if not agent.wait_members(lambda: not absent(), patience):
+                    raise GroupError(
+                        f"Workers {absent()} did not come to a gathering of {sorted(names)} in "
+                        f"{patience} s. They are alive: call the same function on each of them."
+                    )
+                if not survivors:
+                    _refuse_dead(agent, names - _living(agent, names))
+                _tell_followers(agent, calls, sequence_id, states, names, rpc_timeout, survivors)
+                return states.gathered_objects
+            try:
+                args = (sequence_id, me, obj, names)
+                calls.rpc_sync(leader, calls.gather_to_leader, args=args, timeout=rpc_timeout)
+            except WorkerDiedError:
+                if not survivors:
+                    raise
+                continue
+
+            def settled(leader: str = leader) -> bool:
+                return states.proceed_signal.is_set() or leader not in _living(agent, names)
+
+            if not agent.wait_members(settled, patience):
+                raise GroupError(
+                    f"{leader!r}, which leads a gathering of {sorted(names)}, did not hear from "
+                    f"all of them in {patience} s. Call the same function on each of them."
+                )
+            if states.proceed_signal.is_set():
+                return states.gathered_objects
+    finally:
+        with _all_gather_dict_lock:
+            _all_gather_sequence_id_to_states.pop(sequence_id, None)
+
+
+def _tell_followers(
+    agent: Agent,
+    calls: Calls,
+    sequence_id: str,
+    states: AllGatherStates,
+    names: set[str],
+    rpc_timeout: float,
+    survivors: bool,
+) -> None:
+    me = agent.get_worker_info().name
+    args = (sequence_id, states.gathered_objects)
+    futures = {
+        name: calls.rpc_async(name, calls.broadcast_to_followers, args=args, timeout=rpc_timeout)
+        for name in sorted(_living(agent, names) - {me})
+    }
+    errors: list[tuple[str, RuntimeError]] = []
+    for name, future in futures.items():
+        try:
+            future.wait()
+        except WorkerDiedError as exc:
+            if not survivors:
+                errors.append((name, exc))
+        except RuntimeError as exc:
+            errors.append((name, exc))
+    if errors:
+        raise GroupError(
+            f"Followers {[name for name, _ in errors]} timed out in _all_gather after "
+            f"{rpc_timeout:.2f} seconds. The first exception is {errors[0][1]}"
+        )
+
+
+def _living(agent: Any, names: set[str]) -> set[str]:
+    return names & {info.name for info in agent.get_worker_infos()}
+
+
+def _refuse_dead(agent: Agent, names: set[str]) -> None:
+    for name in sorted(names):
+        error = agent.lost(agent.lookup(name))
+        if error is not None:
+            raise error
