@@ -217,6 +217,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 _delete_all_user_and_unforked_owner_rrefs()
                 agent.join(shutdown=True, timeout=timeout)
             else:
+                agent.drain(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
     finally:
         # also after an error: this worker is going

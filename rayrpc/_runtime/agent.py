@@ -297,12 +297,7 @@ class Agent:
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
-            while self.caller.active or self.callee.active:
-                if end is not None and time.monotonic() > end:
-                    raise GroupError(
-                        f"RPC worker {self.info.name!r} still has calls under way after {timeout} s"
-                    )
-                time.sleep(0.002)
+            self.drain(timeout)
             left = None if end is None else max(0.1, end - time.monotonic())
             mine = (self.caller.sent, self.callee.served)
             tag = f"join-{self._joins}-{round_number}"
@@ -312,6 +307,24 @@ class Agent:
                 return
             last = reports
             round_number += 1
+
+    def drain(self, timeout: float = 0) -> None:
+        """Wait until this worker makes and serves no calls.
+
+        Args:
+            timeout: in seconds, 0 for none.
+
+        Raises:
+            GroupError: it still does after that.
+        """
+        end = time.monotonic() + timeout if timeout else None
+        while self.caller.active or self.callee.active:
+            if end is not None and time.monotonic() > end:
+                raise GroupError(
+                    f"RPC worker {self.info.name!r} still has calls under way after {timeout} s: "
+                    f"{self.caller.active} of its own, {self.callee.active} of others"
+                )
+            time.sleep(0.002)
 
     def sync(self) -> None:
         """Wait until every member is here."""

@@ -17,7 +17,7 @@ import threading
 import types
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -138,11 +138,11 @@ def add_reducer(cls: type, reducer: Reducer) -> None:
 
 
 class _ByReference(pickle.Pickler):
-    dispatch_table: ClassVar[Any] = _REDUCERS
+    dispatch_table: Any = _REDUCERS
 
 
 class _ByValue(cloudpickle.Pickler):
-    dispatch_table: ClassVar[Any] = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: Any = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # noqa: RUF012
 
 
 class Codec:

@@ -143,13 +143,14 @@ class HostedEndpoint:
         self._transport: RayTransport | None = None
         self._plugged = threading.Event()
 
+    def expect(self) -> None:
+        """Let calls wait: a transport will be plugged in soon."""
+        self._plugged.clear()
+
     def plug(self, transport: RayTransport | None) -> None:
-        """Serve by ``transport`` from now on."""
+        """Serve by ``transport`` from now on; None: refuse calls."""
         self._transport = transport
-        if transport is not None:
-            self._plugged.set()
-        else:
-            self._plugged.clear()
+        self._plugged.set()
 
     def call(self, wire: Wire) -> Wire:
         """Serve a peer's frame in this thread, which the actor gave."""
@@ -206,6 +207,7 @@ class RayTransport(Transport):
         self._polling = 0
         self._hosted = hosted_endpoint()
         if self._hosted is not None:
+            self._hosted.expect()
             self._address = self._hosted.handle
         else:
             self._address = self._start_relay(worker, token, namespace)

@@ -1,0 +1,382 @@
+"""Groups of attached processes: who may join, who learns of it, how they leave."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import targets
+from conftest import ROOT
+
+import rayrpc as rpc
+from rayrpc import errors
+
+ports = itertools.count(29700)
+
+
+class PuppetError(Exception):
+    """The code that a puppet ran raised; the text names the type."""
+
+
+class Puppet:
+    """A process started by hand as ``rayrpc run SCRIPT``; it runs the code that it is sent."""
+
+    def __init__(self, script: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "rayrpc", "run", script],
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(targets.OBEYED):
+                self._answers.put(json.loads(line.removeprefix(targets.OBEYED)))
+
+    def start(self, code: str) -> Callable[..., Any]:
+        """Send an expression; return what waits for its value."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(code) + "\n")
+        return self._result
+
+    def _result(self, timeout: float = 40) -> Any:
+        try:
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self.kill()
+            pytest.fail(f"no answer after {timeout} s")
+        if "error" in answer:
+            raise PuppetError(answer["error"])
+        return answer["value"]
+
+    def do(self, code: str, timeout: float = 40) -> Any:
+        """Send an expression, or lines of code; return its value."""
+        return self.start(code)(timeout)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.wait(10)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            self._reader.join(5)
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+@pytest.fixture(scope="module")
+def troupe(ray_cluster, tmp_path_factory) -> Iterator[list[Puppet]]:
+    script = tmp_path_factory.mktemp("puppets") / "puppet.py"
+    script.write_text("import targets\ntargets.obey()\n")
+    start = functools.partial(Puppet, str(script))
+    troupe = [start() for _ in range(4)]
+    troupe[0].start_another = start  # type: ignore[attr-defined]
+    yield troupe
+    for puppet in troupe:
+        puppet.kill()
+
+
+@pytest.fixture
+def puppets(troupe) -> Iterator[list[Puppet]]:
+    """Four attached processes that are in no group."""
+    start = troupe[0].start_another
+    for i, puppet in enumerate(troupe):
+        if puppet.process.poll() is not None:
+            troupe[i] = start()
+    troupe[0].start_another = start
+    yield troupe
+    for puppet in troupe:
+        if puppet.process.poll() is None:
+            puppet.do(
+                "import rayrpc\n"
+                "if rpc._is_current_rpc_agent_set(): rpc.shutdown(graceful=False)\n"
+                "rayrpc.configure()\n"
+            )
+
+
+@pytest.fixture
+def key() -> str:
+    """The init_method of a group of the test's own."""
+    return f"tcp://localhost:{next(ports)}"
+
+
+def join(name: str, key: str, rank: int | None = None, world_size: int | None = None) -> str:
+    """Return the code that joins a group."""
+    options = f"rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method={key!r})"
+    place = "" if rank is None else f"rank={rank}, "
+    return f"rpc.init_rpc({name!r}, {place}world_size={world_size}, {options})"
+
+
+def all_do(puppets: list[Puppet], codes: list[str]) -> list[Any]:
+    """Let each run its code at the same time; errors are returned as their text."""
+    waiting = [puppet.start(code) for puppet, code in zip(puppets, codes, strict=True)]
+    results: list[Any] = []
+    for wait in waiting:
+        try:
+            results.append(wait())
+        except PuppetError as exc:
+            results.append(str(exc))
+    return results
+
+
+def names(puppet: Puppet) -> list[str]:
+    return puppet.do("[i.name for i in rpc._get_current_rpc_agent().get_worker_infos()]")
+
+
+WHO = "rpc.rpc_sync({!r}, targets.whoami)"
+
+
+class TestStatic:
+    def test_processes_started_by_hand_meet_by_master_addr_and_port(self, puppets):
+        port = next(ports)
+        codes = [
+            f"os.environ.update(MASTER_ADDR={host!r}, MASTER_PORT='{port}', RANK='{rank}')\n"
+            f"rpc.init_rpc('w{rank}', world_size=4)\n"
+            f"value = rpc.get_worker_info().id"
+            for rank, host in enumerate(["localhost", "127.0.0.1", "localhost", "localhost"])
+        ]
+        assert all_do(puppets, codes) == [0, 1, 2, 3]
+        calls = [WHO.format(f"w{(rank + 1) % 4}") for rank in range(4)]
+        assert all_do(puppets, calls) == ["w1", "w2", "w3", "w0"]
+        assert all_do(puppets, ["rpc.shutdown()"] * 4) == [None] * 4
+
+    def test_a_name_taken_twice_is_refused_to_all(self, puppets, key):
+        results = all_do(puppets[:2], [join("twin", key, rank, 2) for rank in range(2)])
+        assert all("RPC worker name twin is not unique" in result for result in results)
+
+    def test_a_taken_rank_is_refused_and_the_group_still_forms(self, puppets, key):
+        first = puppets[0].start(join("a", key, 0, 2))
+        time.sleep(0.5)  # most often it is the first to come, too; either may be refused
+        with pytest.raises(PuppetError, match=r"asks for rank 0, which worker 'a' \(pid \d+"):
+            puppets[1].do(join("b", key, 0, 2))
+        puppets[1].do(join("b", key, 1, 2))
+        first()
+        assert puppets[0].do(WHO.format("b")) == "b"
+
+    def test_another_world_size_is_refused_and_the_group_still_forms(self, puppets, key):
+        first = puppets[0].start(join("a", key, 0, 2))
+        time.sleep(0.5)
+        with pytest.raises(PuppetError, match=r"world_size 3, but .* with world_size 2"):
+            puppets[1].do(join("b", key, 1, 3))
+        puppets[1].do(join("b", key, 1, 2))
+        first()
+
+    def test_a_group_that_stays_incomplete_names_the_missing_ranks(self, puppets, key):
+        for puppet in puppets[:2]:
+            puppet.do("import rayrpc\nrayrpc.configure(init_timeout=2)\n")
+        start = time.monotonic()
+        results = all_do(
+            puppets[:2], [join(name, key, rank, 4) for name, rank in (("a", 0), ("c", 2))]
+        )
+        assert 1.5 < time.monotonic() - start < 10
+        # whoever gives up last misses the first, too
+        assert any("ranks [1, 3] are missing" in result for result in results), results
+        assert all("of world_size 4" in result for result in results)
+
+    def test_a_complete_group_refuses_one_more(self, puppets, key):
+        all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
+        with pytest.raises(PuppetError, match=r"is complete: its 2 workers \(w0, w1\) are alive"):
+            puppets[2].do(join("w2", key, 1, 2))
+
+    def test_the_same_key_serves_one_group_after_another(self, puppets, key):
+        for number in range(3):
+            ranks = [(number + i) % 2 for i in range(2)]
+            assert all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in ranks]) == [
+                None,
+                None,
+            ]
+            codes = [WHO.format("w0"), WHO.format("w1")]
+            assert all_do(puppets[:2], codes) == ["w0", "w1"]
+            assert all_do(puppets[:2], ["rpc.shutdown()"] * 2) == [None] * 2
+
+    def test_graceful_shutdown_waits_for_the_calls_of_slow_members(self, puppets, key):
+        fast, slow = puppets[:2]
+        all_do([fast, slow], [join("fast", key, 0, 2), join("slow", key, 1, 2)])
+        slow.do("future = rpc.rpc_async('fast', targets.nap, args=(1.5, 7))\n")
+        leaving = fast.start("rpc.shutdown()")
+        slow.do("import time\ntime.sleep(0.5)\n")
+        assert slow.do(WHO.format("fast")) == "fast"  # it serves until the last one leaves
+        with pytest.raises(queue.Empty):
+            fast._answers.get(timeout=0.1)
+        assert slow.do("future.wait()") == 7
+        slow.do("rpc.shutdown()")
+        leaving(10)
+
+    def test_graceful_shutdown_with_a_timeout_names_who_is_missing(self, puppets, key):
+        all_do(puppets[:3], [join(f"w{rank}", key, rank, 3) for rank in range(3)])
+        # the leader waits for the others: the first by name
+        leaving = [puppets[0].start("rpc.shutdown(timeout=1)"), puppets[1].start("rpc.shutdown()")]
+        with pytest.raises(PuppetError, match="w2") as caught:
+            leaving[0](15)
+        assert "w1" not in str(caught.value)
+        assert not puppets[0].do("rpc._is_current_rpc_agent_set()")
+        puppets[2].do("rpc.shutdown()", 15)  # and they are not held up by who gave up
+        leaving[1](15)
+
+    def test_one_that_shuts_down_ungracefully_waits_for_nobody(self, puppets, key):
+        all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
+        puppets[0].do("rpc.shutdown(graceful=False)", 10)
+        puppets[1].do("rpc.shutdown()", 10)
+
+    def test_the_key_of_a_crashed_run_is_free_at_once(self, puppets, key):
+        all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
+        for puppet in puppets[:2]:
+            puppet.kill()
+        start = time.monotonic()
+        codes = [join(f"w{rank}", key, rank, 2) for rank in range(2)]
+        assert all_do(puppets[2:], codes) == [None, None]
+        assert time.monotonic() - start < 8
+        assert puppets[2].do(WHO.format("w1")) == "w1"
+        assert all_do(puppets[2:], ["rpc.shutdown()"] * 2) == [None] * 2
+
+
+class TestDynamic:
+    def test_members_come_and_go_and_all_see_it(self, puppets):
+        a, b, c, _ = puppets
+        key = f"ray://{next(ports)}"
+        a.do(join("a", key))
+        b.do(join("b", key, rank=5))
+        c.do(join("c", key))
+        for puppet in (a, b, c):
+            assert sorted(names(puppet)) == ["a", "b", "c"]
+        ids = [puppet.do("rpc.get_worker_info().id") for puppet in (a, b, c)]
+        assert ids[1] == 5 and len(set(ids)) == 3
+        assert a.do(WHO.format("c")) == "c" and c.do("rpc.rpc_sync(5, targets.whoami)") == "b"
+        b.do("rpc.shutdown()")
+        assert a.do("rpc.rpc_sync('c', targets.whoami)") == "c"
+        for puppet in (a, c):
+            end = time.monotonic() + 5
+            while names(puppet) != ["a", "c"] and time.monotonic() < end:
+                time.sleep(0.05)
+            assert sorted(names(puppet)) == ["a", "c"]
+        with pytest.raises(PuppetError, match=r"WorkerDiedError: .*'b'.*left the group"):
+            a.do(WHO.format("b"))
+        b.do(join("b", key, rank=5))  # the same name and rank again
+        assert a.do(WHO.format("b")) == "b" and b.do(WHO.format("a")) == "a"
+
+    def test_a_group_may_be_named_by_the_settings(self, puppets):
+        group = f"group-{next(ports)}"
+        for puppet, name in zip(puppets[:2], "ab", strict=False):
+            puppet.do(
+                "import rayrpc\nfor key in ('MASTER_ADDR', 'MASTER_PORT', 'RANK'):\n"
+                "    os.environ.pop(key, None)\n"
+                f"rayrpc.configure(group={group!r})\nrpc.init_rpc({name!r})\n"
+            )
+        assert puppets[0].do(WHO.format("b")) == "b"
+
+    def test_taken_names_and_ranks_are_refused_and_the_others_go_on(self, puppets):
+        key = f"ray://{next(ports)}"
+        puppets[0].do(join("a", key, rank=3))
+        with pytest.raises(PuppetError, match="RPC worker name a is not unique"):
+            puppets[1].do(join("a", key))
+        with pytest.raises(PuppetError, match="asks for rank 3, which worker 'a'"):
+            puppets[1].do(join("b", key, rank=3))
+        puppets[1].do(join("b", key))
+        assert puppets[0].do(WHO.format("b")) == "b"
+
+    def test_static_and_dynamic_do_not_mix(self, puppets, key):
+        mixed = "mixes statically and dynamically initialized members"
+        puppets[0].do(join("a", key, rank=0))
+        with pytest.raises(PuppetError, match=mixed):
+            puppets[1].do(join("b", key, rank=1, world_size=2))
+        puppets[0].do("rpc.shutdown()")
+        key = key + "1"
+        waiting = puppets[0].start(join("a", key, rank=0, world_size=2))
+        time.sleep(0.5)
+        with pytest.raises(PuppetError, match=mixed):
+            puppets[1].do(join("b", key, rank=1))
+        puppets[1].do(join("b", key, rank=1, world_size=2))
+        waiting()
+        with pytest.raises(PuppetError, match=mixed):
+            puppets[2].do(join("c", key, rank=2))
+
+    def test_shutdown_waits_for_nobody(self, puppets):
+        key = f"ray://{next(ports)}"
+        for puppet, name in zip(puppets[:2], "ab", strict=False):
+            puppet.do(join(name, key))
+        puppets[0].do("rpc.shutdown()", 10)
+        puppets[1].do("rpc.shutdown()", 10)
+
+
+class TestAlone:
+    """In the process of the tests itself."""
+
+    @pytest.fixture
+    def alone(self, ray_cluster, key):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=key)
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+        yield options
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+
+    def test_a_group_of_one_talks_to_itself(self, alone):
+        assert rpc.rpc_sync("only", targets.whoami) == "only"
+        assert rpc.remote("only", targets.add, args=(1, 2)).to_here() == 3
+
+    def test_a_second_init_rpc_is_refused(self, alone):
+        with pytest.raises(RuntimeError, match="is already initialized"):
+            rpc.init_rpc("other", rank=0, world_size=1, rpc_backend_options=alone)
+        assert rpc.rpc_sync("only", targets.whoami) == "only"
+
+    def test_shutdown_and_init_rpc_again_and_again(self, alone):
+        for number in range(3):
+            rpc.shutdown()
+            rpc.init_rpc(f"again{number}", rank=0, world_size=1, rpc_backend_options=alone)
+            assert rpc.rpc_sync(0, targets.whoami) == f"again{number}"
+
+    def test_no_thread_is_left_after_shutdown(self, alone):
+        rpc.rpc_async("only", targets.whoami).wait()
+        rpc.shutdown()
+        end = time.monotonic() + 10
+        while (left := our_threads()) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda: rpc.rpc_sync("a", min),
+            lambda: rpc.rpc_async("a", min),
+            lambda: rpc.remote("a", min),
+            lambda: rpc.get_worker_info(),
+            lambda: rpc.shutdown(),
+            lambda: rpc.get_rpc_timeout(),
+            lambda: rpc._all_gather(1),
+        ],
+        ids=["rpc_sync", "rpc_async", "remote", "info", "shutdown", "timeout", "gather"],
+    )
+    def test_nothing_works_before_init_rpc(self, call):
+        with pytest.raises(errors.NotInitializedError, match="RPC has not been initialized"):
+            call()
+
+    def test_nothing_works_after_shutdown(self, alone):
+        rpc.shutdown()
+        with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+            rpc.rpc_sync("only", targets.whoami)
+
+    @pytest.mark.parametrize("rank", [2, 7, -1])
+    def test_a_rank_out_of_range_is_refused(self, ray_cluster, key, rank):
+        options = rpc.TensorPipeRpcBackendOptions(init_method=key)
+        with pytest.raises(ValueError, match="rank"):
+            rpc.init_rpc("a", rank=rank, world_size=2, rpc_backend_options=options)
+        assert not rpc._is_current_rpc_agent_set()
+
+
+def our_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("rayrpc")]
