@@ -93,6 +93,12 @@ def wait_for_all(number: int) -> Any:
 
 
 @rpc.functions.async_execution
+def wait_on(to: str) -> Any:
+    """Complete when a call that takes long does."""
+    return rpc.rpc_async(to, nap, args=(50,))
+
+
+@rpc.functions.async_execution
 def no_future() -> int:
     return 1
 

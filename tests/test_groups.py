@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -14,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 import targets
-from conftest import ROOT
+from conftest import ROOT, eventually
 
 import rayrpc as rpc
 from rayrpc import errors
@@ -31,15 +31,18 @@ class Puppet:
     """A process started by hand as ``rayrpc run SCRIPT``; it runs the code that it is sent."""
 
     def __init__(self, script: str) -> None:
+        path = f"{ROOT}:{ROOT / 'tests'}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rayrpc", "run", script],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+            env={**os.environ, "PYTHONPATH": path, "RAYRPC_INIT_TIMEOUT": "30"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
         )
-        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._sent = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._came = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -47,67 +50,86 @@ class Puppet:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(targets.OBEYED):
-                self._answers.put(json.loads(line.removeprefix(targets.OBEYED)))
+                with self._came:
+                    answer = json.loads(line.removeprefix(targets.OBEYED))
+                    self._answers[len(self._answers)] = answer
+                    self._came.notify_all()
 
-    def start(self, code: str) -> Callable[..., Any]:
-        """Send an expression; return what waits for its value."""
+    def is_done(self, number: int) -> bool:
+        """Tell whether the code that was sent as this number has ended."""
+        return number in self._answers
+
+    def start(self, code: str) -> int:
+        """Send an expression, or lines of code; return its number."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(code) + "\n")
-        return self._result
+        self._sent += 1
+        return self._sent - 1
 
-    def _result(self, timeout: float = 40) -> Any:
-        try:
-            answer = self._answers.get(timeout=timeout)
-        except queue.Empty:
-            self.kill()
-            pytest.fail(f"no answer after {timeout} s")
+    def wait(self, number: int, timeout: float = 40) -> Any:
+        """Return the value of the code with this number."""
+        with self._came:
+            if not self._came.wait_for(lambda: self.is_done(number), timeout):
+                self.process.kill()
+                pytest.fail(f"no answer after {timeout} s")
+        answer = self._answers[number]
         if "error" in answer:
             raise PuppetError(answer["error"])
         return answer["value"]
 
     def do(self, code: str, timeout: float = 40) -> Any:
         """Send an expression, or lines of code; return its value."""
-        return self.start(code)(timeout)
+        return self.wait(self.start(code), timeout)
 
     def kill(self) -> None:
         """End it as a crash would."""
         self.process.kill()
         self.process.wait(10)
+        self._reader.join(5)
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
-            self._reader.join(5)
             with contextlib.suppress(OSError):
                 stream.close()
 
 
+CONNECT = """
+import rayrpc
+from rayrpc._transports.ray_cluster import connect
+connect(rayrpc.settings())
+"""
+RESET = """
+import rayrpc
+if rpc._is_current_rpc_agent_set():
+    rpc.shutdown(graceful=False)
+rayrpc.configure()
+"""
+
+
 @pytest.fixture(scope="module")
-def troupe(ray_cluster, tmp_path_factory) -> Iterator[list[Puppet]]:
+def troupe(ray_cluster, tmp_path_factory) -> Iterator[tuple[Callable[[], Puppet], list[Puppet]]]:
     script = tmp_path_factory.mktemp("puppets") / "puppet.py"
     script.write_text("import targets\ntargets.obey()\n")
-    start = functools.partial(Puppet, str(script))
-    troupe = [start() for _ in range(4)]
-    troupe[0].start_another = start  # type: ignore[attr-defined]
-    yield troupe
-    for puppet in troupe:
+    puppets: list[Puppet] = []
+    yield functools.partial(Puppet, str(script)), puppets
+    for puppet in puppets:
         puppet.kill()
 
 
 @pytest.fixture
 def puppets(troupe) -> Iterator[list[Puppet]]:
     """Four attached processes that are in no group."""
-    start = troupe[0].start_another
-    for i, puppet in enumerate(troupe):
-        if puppet.process.poll() is not None:
-            troupe[i] = start()
-    troupe[0].start_another = start
-    yield troupe
-    for puppet in troupe:
-        if puppet.process.poll() is None:
-            puppet.do(
-                "import rayrpc\n"
-                "if rpc._is_current_rpc_agent_set(): rpc.shutdown(graceful=False)\n"
-                "rayrpc.configure()\n"
-            )
+    start, puppets = troupe
+    for puppet in [p for p in puppets if p.process.poll() is not None]:
+        puppet.kill()
+        puppets.remove(puppet)
+    new = [start() for _ in range(4 - len(puppets))]
+    for puppet in new:
+        puppet.do(CONNECT, 100)
+    puppets += new
+    yield puppets
+    running = [p for p in puppets if p.process.poll() is None]
+    for puppet, number in [(p, p.start(RESET)) for p in running]:
+        puppet.wait(number)
 
 
 @pytest.fixture
@@ -125,14 +147,29 @@ def join(name: str, key: str, rank: int | None = None, world_size: int | None = 
 
 def all_do(puppets: list[Puppet], codes: list[str]) -> list[Any]:
     """Let each run its code at the same time; errors are returned as their text."""
-    waiting = [puppet.start(code) for puppet, code in zip(puppets, codes, strict=True)]
+    numbers = [puppet.start(code) for puppet, code in zip(puppets, codes, strict=True)]
     results: list[Any] = []
-    for wait in waiting:
+    for puppet, number in zip(puppets, numbers, strict=True):
         try:
-            results.append(wait())
+            results.append(puppet.wait(number))
         except PuppetError as exc:
             results.append(str(exc))
     return results
+
+
+def wait_joining(key: str) -> None:
+    """Return when somebody waits for the group with this key to be complete."""
+
+    def is_joining() -> bool:
+        name = f"rayrpc-directory:{key.removeprefix('tcp://')}"
+        try:
+            directory = ray.get_actor(name, namespace=rpc.settings().namespace)
+        except ValueError:
+            return False
+        count = directory.__ray_call__.remote(lambda self: len(self._joins))
+        return ray.get(count, timeout=20) > 0
+
+    assert eventually(is_joining)
 
 
 def names(puppet: Puppet) -> list[str]:
@@ -162,20 +199,20 @@ class TestStatic:
 
     def test_a_taken_rank_is_refused_and_the_group_still_forms(self, puppets, key):
         first = puppets[0].start(join("a", key, 0, 2))
-        time.sleep(0.5)  # most often it is the first to come, too; either may be refused
+        wait_joining(key)
         with pytest.raises(PuppetError, match=r"asks for rank 0, which worker 'a' \(pid \d+"):
             puppets[1].do(join("b", key, 0, 2))
         puppets[1].do(join("b", key, 1, 2))
-        first()
+        puppets[0].wait(first)
         assert puppets[0].do(WHO.format("b")) == "b"
 
     def test_another_world_size_is_refused_and_the_group_still_forms(self, puppets, key):
         first = puppets[0].start(join("a", key, 0, 2))
-        time.sleep(0.5)
+        wait_joining(key)
         with pytest.raises(PuppetError, match=r"world_size 3, but .* with world_size 2"):
             puppets[1].do(join("b", key, 1, 3))
         puppets[1].do(join("b", key, 1, 2))
-        first()
+        puppets[0].wait(first)
 
     def test_a_group_that_stays_incomplete_names_the_missing_ranks(self, puppets, key):
         for puppet in puppets[:2]:
@@ -187,7 +224,7 @@ class TestStatic:
         assert 1.5 < time.monotonic() - start < 10
         # whoever gives up last misses the first, too
         assert any("ranks [1, 3] are missing" in result for result in results), results
-        assert all("of world_size 4" in result for result in results)
+        assert all("of world_size 4" in result for result in results), results
 
     def test_a_complete_group_refuses_one_more(self, puppets, key):
         all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
@@ -212,22 +249,24 @@ class TestStatic:
         leaving = fast.start("rpc.shutdown()")
         slow.do("import time\ntime.sleep(0.5)\n")
         assert slow.do(WHO.format("fast")) == "fast"  # it serves until the last one leaves
-        with pytest.raises(queue.Empty):
-            fast._answers.get(timeout=0.1)
+        assert not fast.is_done(leaving)
         assert slow.do("future.wait()") == 7
         slow.do("rpc.shutdown()")
-        leaving(10)
+        fast.wait(leaving, 10)
 
     def test_graceful_shutdown_with_a_timeout_names_who_is_missing(self, puppets, key):
         all_do(puppets[:3], [join(f"w{rank}", key, rank, 3) for rank in range(3)])
         # the leader waits for the others: the first by name
-        leaving = [puppets[0].start("rpc.shutdown(timeout=1)"), puppets[1].start("rpc.shutdown()")]
+        first, second = (
+            puppets[0].start("rpc.shutdown(timeout=2)"),
+            puppets[1].start("rpc.shutdown()"),
+        )
         with pytest.raises(PuppetError, match="w2") as caught:
-            leaving[0](15)
+            puppets[0].wait(first, 15)
         assert "w1" not in str(caught.value)
         assert not puppets[0].do("rpc._is_current_rpc_agent_set()")
         puppets[2].do("rpc.shutdown()", 15)  # and they are not held up by who gave up
-        leaving[1](15)
+        puppets[1].wait(second, 15)
 
     def test_one_that_shuts_down_ungracefully_waits_for_nobody(self, puppets, key):
         all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
@@ -298,11 +337,11 @@ class TestDynamic:
         puppets[0].do("rpc.shutdown()")
         key = key + "1"
         waiting = puppets[0].start(join("a", key, rank=0, world_size=2))
-        time.sleep(0.5)
+        wait_joining(key)
         with pytest.raises(PuppetError, match=mixed):
             puppets[1].do(join("b", key, rank=1))
         puppets[1].do(join("b", key, rank=1, world_size=2))
-        waiting()
+        puppets[0].wait(waiting)
         with pytest.raises(PuppetError, match=mixed):
             puppets[2].do(join("c", key, rank=2))
 

@@ -72,7 +72,7 @@ class Agent:
         self._names = {m.name: m for m in snapshot.members}
         self._lost: dict[str, WorkerDiedError] = {}  # by token
         self._former: dict[str, Member] = {}  # by name
-        self._threads = ThreadCache("rayrpc")
+        self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
         self._timers = Timers()
         self._slots = Slots(options.num_worker_threads, self._threads)
         ids = IdSource(me.id, me.epoch)

@@ -64,14 +64,11 @@ class WorkerInfo:
     def __init__(self, name: str, id: int) -> None:
         if not isinstance(name, str):
             raise TypeError(f"Worker name must be a str, got {type(name).__name__}")
-        if not name:
-            raise RuntimeError("Worker name must be non-empty")
-        if len(name) >= MAX_NAME_LEN:
-            raise RuntimeError(
-                f"Worker name must be shorter than {MAX_NAME_LEN} characters, got {len(name)}"
+        if len(name) >= MAX_NAME_LEN or not _NAME.match(name):
+            raise RuntimeError(  # torch's words
+                "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than "
+                f"{MAX_NAME_LEN} chars, but got {name}"
             )
-        if not _NAME.match(name):
-            raise RuntimeError(f"Worker name must match {_NAME.pattern[:-2]}, but got {name}")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "id", id)
 

@@ -149,6 +149,8 @@ class RRefTable:
             The cell that the call must fill.
         """
         owned = self.owned.get(rref_id)
+        if holder in self._gone:  # its call came after the news
+            return self._new_cell() if owned is None else owned.cell
         if owned is None:
             owned = self.owned[rref_id] = _Owned(self._new_cell(), {})
         owned.forks[fork_id] = holder
@@ -183,17 +185,19 @@ class RRefTable:
         """
         entry = self.used[fork_id]
         child = self._new_id()
-        entry.children.add(child)
-        self._children[child] = (fork_id, to)
+        if to not in self._gone:
+            entry.children.add(child)
+            self._children[child] = (fork_id, to)
         return Fork(entry.rref_id, child, entry.owner, self.me)
 
     def share_owned(self, rref_id: GloballyUniqueId, cell: Any, to: int | None) -> Fork:
         """Fork an owned RRef for worker ``to``; it is counted at once."""
-        owned = self.owned.get(rref_id)
-        if owned is None:
-            owned = self.owned[rref_id] = _Owned(cell, {})
         child = self._new_id()
-        owned.forks[child] = to
+        if to not in self._gone:
+            owned = self.owned.get(rref_id)
+            if owned is None:
+                owned = self.owned[rref_id] = _Owned(cell, {})
+            owned.forks[child] = to
         return Fork(rref_id, child, self.me, self.me)
 
     def unshare(self, fork: Fork) -> list[Effect]:
@@ -214,11 +218,11 @@ class RRefTable:
             KeyError: this worker owned the RRef, and it went with the worker that made it.
         """
         if fork.owner == self.me:
-            cell = self.lookup(fork.rref_id)
             if fork.parent == self.me:
+                cell = self.lookup(fork.rref_id)
                 return cell, self._forget(fork.rref_id, fork.fork_id)
             self._send(fork.parent, ChildAccept, fork.fork_id)
-            return cell, []
+            return self.lookup(fork.rref_id), []
         if fork.owner in self._gone:
             return None, []  # as ``gone`` leaves it: not held
         entry = self.used[fork.fork_id] = _Used(fork.rref_id, fork.owner, fork.parent)
@@ -271,6 +275,8 @@ class RRefTable:
 
     def apply(self, sender: int, ack: int, messages: Iterable[Control]) -> list[Effect]:
         """Apply what a frame of ``sender`` carried; messages seen before change nothing."""
+        if sender in self._gone:
+            return []
         link = self._link(sender)
         for seq in [seq for seq in link.in_flight if seq < ack]:
             del link.in_flight[seq]

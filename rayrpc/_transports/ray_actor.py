@@ -203,7 +203,7 @@ class RayTransport(Transport):
         self._serve: Serve | None = None
         self._replies: dict[int, Late] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadCache("rayrpc-ray")
+        self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
         self._polling = 0
         self._hosted = hosted_endpoint()
         if self._hosted is not None:

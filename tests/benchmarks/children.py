@@ -1,0 +1,118 @@
+"""Processes that answer questions: a line of JSON there, a line of JSON back.
+
+A child ends when its standard input does, so that none outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Child", "ChildError", "answer"]
+
+SCRIPT = Path(__file__).with_name("bench_rpc.py")
+END_SECONDS = 15.0
+
+
+class ChildError(RuntimeError):
+    """A child failed; the message is its."""
+
+
+class Child:
+    """Start this benchmark's script in another role.
+
+    Args:
+        role: which.
+        options: of the script, as on a command line.
+        environ: added to the environment.
+    """
+
+    def __init__(self, role: str, *options: str, environ: dict[str, str] | None = None) -> None:
+        self.role = role
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--role", role, *options],
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_ready(self) -> None:
+        """Wait until it is set up."""
+        self._read()
+
+    def ask(self, question: dict[str, Any]) -> Any:
+        """Return the answer to a question.
+
+        Raises:
+            ChildError: it failed, or is gone.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ChildError(f"{self.role} is gone") from None
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ChildError(f"{self.role} is gone (exit status {self._process.wait()})")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ChildError(f"{self.role}: {reply['error']}")
+        return reply["value"]
+
+    def release(self) -> None:
+        """Tell it to end."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdout is not None
+        self.release()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def answer(setup: Any, reply: Any, close: Any) -> None:
+    """Be a child: set up, answer until the standard input ends, close.
+
+    Args:
+        setup, close: called without arguments.
+        reply: called with a question, returns the answer.
+    """
+    # what Ray or a worker prints must not come between the answers
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(work: Any, *args: Any) -> bool:
+        try:
+            message = {"value": work(*args)}
+        except Exception as exc:
+            message = {"error": f"{type(exc).__name__}: {exc}"}
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+        return "value" in message
+
+    try:
+        if tell(setup):
+            for line in sys.stdin:
+                tell(reply, json.loads(line))
+    except BrokenPipeError:
+        pass  # who asked is gone
+    finally:
+        close()

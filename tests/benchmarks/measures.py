@@ -1,0 +1,185 @@
+"""The rows of the benchmark: what is timed, and how, whatever carries the calls.
+
+A row is a loop over a ``Calls``; a system takes part by being one.  Only the standard library is
+imported here, so that a plain Ray actor can run the loops too.
+"""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LOADS", "ROWS", "Calls", "Effort", "Row", "measure"]
+
+BATCH = 500
+THREADS = 8
+MEGABYTES = (1, 16, 64)
+
+#: what a call takes and gives back: an int, tensors of two floats, tensors of so many MB
+LOADS = ("int", "tensor", "add", *(f"{size}MB" for size in MEGABYTES))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        seconds: of each measure, at least.
+        warm_up: seconds of calls before, at least.
+        samples: of each measure, at least.
+    """
+
+    seconds: float = 1.0
+    warm_up: float = 0.3
+    samples: int = 7
+
+
+class Calls(abc.ABC):
+    """Make calls to one callee."""
+
+    @abc.abstractmethod
+    def prepare(self, load: str) -> tuple[Any, ...]:
+        """Return the arguments of the methods below for one of ``LOADS``; not timed."""
+
+    @abc.abstractmethod
+    def sync(self, *prepared: Any) -> Any:
+        """Call and return the result."""
+
+    @abc.abstractmethod
+    def start(self, *prepared: Any) -> Any:
+        """Call and return at once, with something to wait for."""
+
+    @abc.abstractmethod
+    def wait(self, started: list[Any]) -> None:
+        """Take the results of calls that were started."""
+
+    @abc.abstractmethod
+    def keep_and_fetch(self, *prepared: Any) -> Any:
+        """Have the callee keep the result of a call, and fetch it."""
+
+    @abc.abstractmethod
+    def method(self) -> Callable[[], Any]:
+        """Return a call of a method of an object that lives at the callee."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is measured.
+
+    Args:
+        title: in the table.
+        unit: of the result; "/s" where more is better.
+        run: does it.
+    """
+
+    title: str
+    unit: str
+    run: Callable[[Calls, Effort], float]
+
+    def cost(self, result: float) -> float:
+        """Return something proportional to the time per call."""
+        return 1 / result if self.unit == "/s" else result
+
+
+def measure(row: str, calls: Calls, effort: Effort) -> float:
+    """Return the result of a row, in its unit."""
+    with _no_collection():
+        return ROWS[row].run(calls, effort)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _times(call: Callable[[], Any], seconds: float, samples: int) -> list[float]:
+    clock = time.perf_counter
+    times: list[float] = []
+    end = clock() + seconds
+    while len(times) < samples or clock() < end:
+        start = clock()
+        call()
+        times.append(clock() - start)
+    return times
+
+
+def _median(call: Callable[[], Any], effort: Effort) -> float:
+    """Return the median time of a call in seconds."""
+    _times(call, effort.warm_up, 1)
+    return statistics.median(_times(call, effort.seconds, effort.samples))
+
+
+def _latency(load: str, scale: float) -> Callable[[Calls, Effort], float]:
+    def run(calls: Calls, effort: Effort) -> float:
+        prepared = calls.prepare(load)
+        return _median(lambda: calls.sync(*prepared), effort) * scale
+
+    return run
+
+
+def _rate(load: str) -> Callable[[Calls, Effort], float]:
+    def run(calls: Calls, effort: Effort) -> float:
+        prepared = calls.prepare(load)
+
+        def batch() -> None:
+            calls.wait([calls.start(*prepared) for _ in range(BATCH)])
+
+        return BATCH / _median(batch, effort)
+
+    return run
+
+
+def _keep_rate(calls: Calls, effort: Effort) -> float:
+    prepared = calls.prepare("int")
+    return 1 / _median(lambda: calls.keep_and_fetch(*prepared), effort)
+
+
+def _method(calls: Calls, effort: Effort) -> float:
+    return _median(calls.method(), effort) * 1e6
+
+
+def _threads_rate(calls: Calls, effort: Effort) -> float:
+    prepared = calls.prepare("int")
+    ready = threading.Barrier(THREADS + 1)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+
+        def loop(seconds: float) -> int:
+            ready.wait()
+            return len(_times(lambda: calls.sync(*prepared), seconds, 1))
+
+        def rate(seconds: float) -> float:
+            loops = [pool.submit(loop, seconds) for _ in range(THREADS)]
+            ready.wait()
+            start = time.perf_counter()
+            return sum(each.result() for each in loops) / (time.perf_counter() - start)
+
+        rate(effort.warm_up)
+        return rate(effort.seconds)
+
+
+ROWS = {
+    "sync-int": Row("rpc_sync, an int, p50", "us", _latency("int", 1e6)),
+    "sync-tensor": Row("rpc_sync, a tensor of 2 floats, p50", "us", _latency("tensor", 1e6)),
+    "method": Row("RRef method call, p50", "us", _method),
+    "async-int": Row(f"rpc_async, batches of {BATCH}", "/s", _rate("int")),
+    "async-add": Row("rpc_async of torch.add, small tensors", "/s", _rate("add")),
+    "remote": Row("remote + to_here, one by one", "/s", _keep_rate),
+    "threads": Row(f"rpc_sync from {THREADS} threads", "/s", _threads_rate),
+    **{
+        f"{size}MB": Row(f"{size} MB tensor there and back, p50", "ms", _latency(f"{size}MB", 1e3))
+        for size in MEGABYTES
+    },
+}

@@ -1,0 +1,164 @@
+"""Threads on demand, slots, timers, cells."""
+
+import threading
+import time
+
+import pytest
+from conftest import eventually
+
+from rayrpc._runtime.cell import Cell
+from rayrpc._runtime.outcome import Error, Value
+from rayrpc._runtime.threads import Slots, ThreadCache
+from rayrpc._runtime.timers import Timers
+
+
+@pytest.fixture
+def cache():
+    made = ThreadCache("test", soft_limit=4)
+    yield made
+    made.close()
+
+
+def test_tasks_run_and_threads_are_used_again(cache):
+    done = threading.Event()
+    seen = set()
+
+    def task(last):
+        seen.add(threading.current_thread().name)
+        if last:
+            done.set()
+
+    for i in range(50):
+        cache.submit(lambda i=i: task(i == 49))
+        time.sleep(0.001)
+    assert done.wait(5) and len(seen) <= 3
+
+
+def test_tasks_that_wait_for_one_another_all_get_on(cache):
+    events = [threading.Event() for _ in range(20)]
+
+    def task(i):
+        if i + 1 < len(events):
+            assert events[i + 1].wait(10)
+        events[i].set()
+
+    for i in range(len(events)):
+        cache.submit(lambda i=i: task(i))
+    assert events[0].wait(10)
+
+
+def test_a_burst_of_short_tasks_makes_no_crowd(cache):
+    left = threading.Semaphore(0)
+    for _ in range(2000):
+        cache.submit(left.release)
+    for _ in range(2000):
+        assert left.acquire(timeout=10)
+    assert cache.size <= 8
+
+
+def test_an_error_of_a_task_is_logged_and_ends_nothing(cache, caplog):
+    done = threading.Event()
+    cache.submit(lambda: 1 / 0)
+    cache.submit(done.set)
+    assert done.wait(5)
+    assert eventually(lambda: "error in a task of test" in caplog.text)
+
+
+def test_threads_end_when_idle_or_closed():
+    cache = ThreadCache("short", idle_seconds=0.05)
+    cache.submit(lambda: None)
+    time.sleep(0.5)
+    assert cache.size == 0
+    cache.submit(lambda: None)
+    cache.close()
+    time.sleep(0.2)
+    assert cache.size == 0
+
+
+class TestSlots:
+    def test_no_more_run_at_a_time_than_there_are(self, cache):
+        slots = Slots(3, cache)
+        lock, running, most, done = threading.Lock(), 0, 0, threading.Semaphore(0)
+
+        def task():
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.01)
+            with lock:
+                running -= 1
+            done.release()
+
+        for _ in range(12):
+            slots.submit(task)
+        for _ in range(12):
+            assert done.acquire(timeout=10)
+        assert most == 3
+
+    def test_a_thread_may_take_a_slot_itself(self, cache):
+        slots = Slots(1, cache)
+        order = []
+        assert slots.enter() and not slots.enter()
+        done = threading.Event()
+        slots.submit(lambda: order.append("a"))
+        slots.submit(lambda: (order.append("b"), done.set()))
+        assert slots.waiting == 2 and order == []
+        slots.leave()
+        assert done.wait(5) and order == ["a", "b"]
+
+    def test_a_failing_task_gives_its_slot_back(self, cache):
+        slots = Slots(1, cache)
+        slots.submit(lambda: 1 / 0)
+        done = threading.Event()
+        slots.submit(done.set)
+        assert done.wait(5)
+
+
+class TestTimers:
+    def test_deadlines_pass_in_order(self):
+        timers, order, done = Timers(), [], threading.Event()
+        timers.after(0.05, lambda: (order.append(2), done.set()))
+        timers.after(0.01, lambda: order.append(1))
+        assert done.wait(5) and order == [1, 2]
+        timers.close()
+
+    def test_a_cancelled_deadline_never_passes_and_leaves_nothing(self):
+        timers, passed = Timers(), []
+        numbers = [timers.after(60, lambda: passed.append(1)) for _ in range(5000)]
+        soon = timers.after(1.0, lambda: passed.append(1))
+        for number in (*numbers, soon):
+            timers.cancel(number)
+        time.sleep(1.2)
+        assert passed == [] and len(timers._heap) < 2000 and not timers._callbacks
+        timers.close()
+
+    def test_after_close_nothing_happens(self):
+        timers, passed = Timers(), []
+        timers.after(0.02, lambda: passed.append(1))
+        timers.close()
+        timers.after(0.0, lambda: passed.append(1))
+        time.sleep(0.1)
+        assert passed == []
+
+
+class TestCell:
+    def test_those_who_wait_get_the_outcome(self):
+        cell, got = Cell(), []
+        cell.on_done(got.append)
+        threading.Timer(0.02, lambda: cell.set(Value(3))).start()
+        assert cell.wait(5) == Value(3)
+        cell.on_done(got.append)
+        assert got == [Value(3), Value(3)]
+
+    def test_waiting_has_a_timeout(self):
+        with pytest.raises(TimeoutError):
+            Cell().wait(0.01)
+
+    def test_an_error_is_raised_anew_each_time(self):
+        error = ValueError("x")
+        cell = Cell(Error(error))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="x"):
+                cell.wait().unwrap()
+        assert error.__traceback__ is None

@@ -1,0 +1,306 @@
+"""A worker dies: everything that needs it fails at once, by name, and nobody else is held up.
+
+The promise is 1 s from the death; the tests allow 3 s, for machines that are busy.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import targets
+from conftest import ROOT, Run, eventually
+
+import rayrpc as rpc
+from rayrpc import errors
+
+SECONDS = 3.0
+GROUP = "ray://failures"
+
+MEMBER = f"""
+import sys, time
+import rayrpc
+rayrpc.install()
+import torch.distributed.rpc as rpc
+import targets
+rpc.init_rpc(sys.argv[1], rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+    init_method={GROUP!r}))
+if len(sys.argv) > 2:
+    kept = [rpc.remote(sys.argv[2], targets.Adder) for _ in range(5)]
+    assert all(rref.rpc_sync().add(1) == 1 for rref in kept)
+print("joined", flush=True)
+time.sleep(100)
+"""
+
+
+@contextlib.contextmanager
+def attached(folder: Path, *arguments: str) -> Iterator[Run]:
+    """Start a process that joins the group by itself."""
+    (folder / "member.py").write_text(MEMBER)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    run = Run([sys.executable, "member.py", *arguments], environ, folder)
+    try:
+        run.wait_for("joined")
+        yield run
+    finally:
+        run.process.kill()
+        run.end(10)
+        run.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def alice(ray_cluster) -> Iterator[str]:
+    """A worker that survives; this process is "driver" in its group."""
+    rpc.init_rpc("driver", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=GROUP))
+    rpc.start_workers(["alice"])
+    yield "alice"
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown()
+
+
+class Outcomes:
+    """How calls ended, and when."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, tuple[float, object]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def record(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            result: object = call()
+        except BaseException as exc:
+            result = exc
+        self.ends[name] = (time.monotonic(), result)
+
+    def watch(self, name: str, call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=self.record, args=(name, call), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def join(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+PENDING = [
+    "rpc_sync",
+    "rpc_async",
+    "async_execution",
+    "to_here",
+    "proxy",
+    "of another worker",
+    "async_execution of another worker",
+]
+LATER = [
+    "later rpc_sync",
+    "later rpc_async",
+    "later remote",
+    "later to_here",
+    "later proxy",
+    "later of another worker",
+    "later shared rref",
+]
+
+
+def start_pending(outcomes: Outcomes, existing) -> None:
+    outcomes.watch("rpc_sync", lambda: rpc.rpc_sync("victim", targets.nap, args=(50,)))
+    future = rpc.rpc_async("victim", targets.nap, args=(50,))
+    outcomes.watch("rpc_async", future.wait)
+    deferred = rpc.rpc_async("victim", targets.wait_for_all, args=(99,))
+    outcomes.watch("async_execution", deferred.wait)
+    pending = rpc.remote("victim", targets.nap, args=(50,))
+    outcomes.watch("to_here", pending.to_here)
+    outcomes.watch("proxy", lambda: existing.rpc_sync().slow(50))
+    args = ("victim", targets.nap, 50)
+    outcomes.watch("of another worker", lambda: rpc.rpc_sync("alice", targets.call_on, args=args))
+    waiting = rpc.rpc_async("alice", targets.wait_on, args=("victim",))
+    outcomes.watch("async_execution of another worker", waiting.wait)
+
+
+def try_later(outcomes: Outcomes, existing) -> None:
+    calls = {
+        "later rpc_sync": lambda: rpc.rpc_sync("victim", targets.whoami),
+        "later rpc_async": lambda: rpc.rpc_async("victim", targets.whoami).wait(),
+        "later remote": lambda: rpc.remote("victim", targets.whoami).to_here(),
+        "later to_here": existing.to_here,
+        "later proxy": lambda: existing.rpc_sync().add(1),
+        "later of another worker": lambda: rpc.rpc_sync(
+            "alice", targets.call_on, args=("victim", targets.whoami)
+        ),
+        "later shared rref": lambda: rpc.rpc_sync("alice", targets.read, args=(existing,)),
+    }
+    for name, call in calls.items():
+        outcomes.watch(name, call)
+    outcomes.join(20)
+
+
+@pytest.fixture(scope="module", params=["hosted", "attached"])
+def death(request, alice, tmp_path_factory):
+    """All that can be pending on a worker, which then dies by ``kill -9``."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "hosted":
+            rpc.start_workers(["victim"])
+        else:
+            stack.enter_context(attached(tmp_path_factory.mktemp("victim"), "victim"))
+        outcomes = Outcomes()
+        existing = rpc.remote("victim", targets.Adder)
+        assert existing.rpc_sync().add(1) == 1
+        start_pending(outcomes, existing)
+        pid = rpc.rpc_sync("victim", targets.pid)
+        time.sleep(0.5)  # let them arrive
+        assert not outcomes.ends, outcomes.ends
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        outcomes.join(20)
+        noticed = time.monotonic()
+        try_later(outcomes, existing)
+        yield {
+            name: (end - (noticed if name.startswith("later") else killed), result)
+            for name, (end, result) in outcomes.ends.items()
+        }
+        del existing
+        gc.collect()
+
+
+@pytest.mark.parametrize("name", PENDING + LATER)
+def test_what_needs_a_dead_worker_fails_at_once_and_names_it(death, name):
+    assert name in death, f"it never ended; these did: {death}"
+    seconds, result = death[name]
+    assert isinstance(result, errors.WorkerDiedError), repr(result)
+    assert result.worker == "victim" and "'victim'" in str(result)
+    assert seconds < SECONDS
+
+
+def test_the_error_says_where_and_why(death):
+    _, error = death["rpc_sync"]
+    assert error.node and error.node in str(error)
+    assert error.cause
+
+
+def test_the_others_go_on_and_do_not_see_the_dead(death):
+    assert rpc.rpc_sync("alice", targets.whoami) == "alice"
+    infos = rpc._get_current_rpc_agent().get_worker_infos()
+    assert [info.name for info in infos if info.name == "victim"] == []
+
+
+def test_a_worker_that_kills_itself_in_a_call_fails_that_call(alice):
+    rpc.start_workers(["lemming"])
+    start = time.monotonic()
+    with pytest.raises(errors.WorkerDiedError, match="lemming"):
+        rpc.rpc_sync("lemming", targets.kill_me)
+    assert time.monotonic() - start < SECONDS
+
+
+def test_a_dead_worker_of_a_dynamic_group_can_be_replaced(alice):
+    rpc.start_workers(["phoenix"])
+    first = rpc.rpc_sync("phoenix", targets.pid)
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(errors.WorkerDiedError):
+        while True:
+            rpc.rpc_sync("phoenix", targets.pid)
+    rpc.start_workers(["phoenix"])
+    assert rpc.rpc_sync("phoenix", targets.pid) != first
+    assert rpc.rpc_sync("alice", targets.call_on, args=("phoenix", targets.whoami)) == "phoenix"
+
+
+def owned(name: str) -> tuple[str, str]:
+    info = rpc.rpc_sync(name, targets.rref_info)
+    return info["num_owner_rrefs"], info["num_forks"]
+
+
+def test_the_rrefs_of_a_caller_that_dies_are_released(alice, tmp_path):
+    gc.collect()
+    assert eventually(lambda: owned(alice) == ("0", "0"))
+    with attached(tmp_path, "caller", alice) as caller:
+        assert owned(alice) == ("5", "5")
+        caller.process.kill()
+        assert eventually(lambda: owned(alice) == ("0", "0"), 10)
+
+
+# -- static groups --------------------------------------------------------------------------------
+
+STATIC = """
+import os, sys, time, torch
+import torch.distributed.rpc as rpc
+rank, how = int(sys.argv[1]), sys.argv[2]
+os.environ.update(MASTER_ADDR="localhost")
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=3)
+assert rpc.rpc_sync(f"w{(rank + 1) % 3}", torch.add, args=(torch.ones(1), 1)) == 2
+rpc.api._barrier({"w0", "w1", "w2"})
+print("joined", flush=True)
+if rank == 0:  # the one that leads the others' shutdown
+    if how == "raise":
+        raise ValueError("as expected")
+    time.sleep(100)
+rpc.shutdown()
+print("survived", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_survivors_of_a_static_group_are_not_held_up(ray_cluster, start, script, how):
+    path = script(STATIC)
+    port = {"kill": "29690", "raise": "29691"}[how]
+    runs = [
+        start("-m", "rayrpc", "run", path, str(rank), how, MASTER_PORT=port) for rank in range(3)
+    ]
+    for run in runs:
+        run.wait_for("joined")
+    if how == "kill":
+        time.sleep(0.5)  # the others wait in shutdown by now
+        assert runs[1].process.poll() is None and runs[2].process.poll() is None
+        runs[0].process.kill()
+    else:
+        assert runs[0].end(20) == 1 and "as expected" in runs[0].output
+    assert [run.end(20) for run in runs[1:]] == [0, 0], runs[1].output + runs[2].output
+    assert all("survived" in run.output for run in runs[1:])
+
+
+# -- nothing is left ------------------------------------------------------------------------------
+
+
+def actors_of_this_session() -> list[str]:
+    """Return the actors' processes under this process, which started the cluster."""
+    parents, titles = {}, {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (path / "stat").read_text().rpartition(")")[2].split()
+            parents[int(path.name)] = int(stat[1]) if stat[0] != "Z" else 0
+            titles[int(path.name)] = (path / "cmdline").read_bytes().split(b"\0")[0].decode()
+
+    def ours(pid: int) -> bool:
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    names = ("Relay", "Directory", "Worker")
+    return [
+        title
+        for pid, title in titles.items()
+        if title.startswith("ray::") and any(n in title for n in names) and ours(pid)
+    ]
+
+
+def test_no_actor_and_no_thread_is_left_of_a_group_whose_members_died(ray_cluster):
+    # the last of this module: alice's group is not needed any more
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown()
+    options = rpc.TensorPipeRpcBackendOptions(init_method="ray://left-behind")
+    rpc.init_rpc("driver", rpc_backend_options=options)
+    rpc.start_workers(["lemming"])
+    assert actors_of_this_session()
+    with pytest.raises(errors.WorkerDiedError):
+        rpc.rpc_sync("lemming", targets.kill_me)
+    rpc.shutdown()
+    assert eventually(lambda: not actors_of_this_session(), 20), actors_of_this_session()
+    threads = lambda: [t.name for t in threading.enumerate() if t.name.startswith("rayrpc")]
+    assert eventually(lambda: not threads(), 10), threads()

@@ -1,0 +1,68 @@
+"""What must stay light: parts that never load torch."""
+
+import subprocess
+import sys
+
+import pytest
+import ray
+import targets
+from conftest import ROOT
+
+import rayrpc as rpc
+
+LIGHT = [
+    "rayrpc",
+    "rayrpc._runtime.membership",
+    "rayrpc._runtime.messages",
+    "rayrpc._transports.ray_directory",
+    "rayrpc._transports.ray_local",
+    "rayrpc._transports.ray_standins",
+    "rayrpc.config",
+    "rayrpc.errors",
+    "rayrpc.launch.hosted",
+    "rayrpc.launch.output",
+    "rayrpc.launch.program",
+]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Return by module whether torch is loaded once it is, each seen in a process that forked."""
+    code = (
+        "import importlib, os, sys\n"
+        "import ray\n"  # once: it takes long, and has no torch
+        "for name in sys.argv[1:]:\n"
+        "    if os.fork() == 0:\n"
+        "        importlib.import_module(name)\n"
+        "        print(name, 'torch' in sys.modules, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == len(LIGHT), done.stderr
+    return dict(lines)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_a_module_loads_without_torch(loaded, name):
+    assert loaded[name] == "False"
+
+
+def has_torch(actor) -> bool:
+    return ray.get(actor.__ray_call__.remote(lambda self: "torch" in sys.modules), timeout=60)
+
+
+def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
+    options = rpc.TensorPipeRpcBackendOptions(init_method="ray://light")
+    rpc.init_rpc("driver", rpc_backend_options=options)
+    try:
+        assert rpc.rpc_sync("driver", targets.add, args=(1, 1)) == 2
+        me = rpc._get_current_rpc_agent().member
+        directory = ray.get_actor("rayrpc-directory:light", namespace=rpc.settings().namespace)
+        assert not has_torch(directory)
+        assert not has_torch(me.address)
+    finally:
+        rpc.shutdown()

@@ -1,0 +1,252 @@
+"""The examples of the founding documents of this project, run as they are printed there.
+
+The documents describe ``remote`` and ``async_execution``; prompts are taken off, nothing else
+is changed.  All of them run in one ``rayrpc run``: every rank loads what stands there "on all
+workers", and worker0 what it has of its own.
+"""
+
+import pytest
+from conftest import ROOT, Run
+
+# -- remote ---------------------------------------------------------------------------------------
+
+REMOTE_WORKER_0 = """
+# On worker 0:
+import torch
+import torch.distributed.rpc as rpc
+rpc.init_rpc("worker0", rank=0, world_size=2)
+rref1 = rpc.remote("worker1", torch.add, args=(torch.ones(2), 3))
+rref2 = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+x = rref1.to_here() + rref2.to_here()
+rpc.shutdown()
+"""
+
+REMOTE_WORKER_1 = """
+# On worker 1:
+import torch.distributed.rpc as rpc
+rpc.init_rpc("worker1", rank=1, world_size=2)
+rpc.shutdown()
+"""
+
+SCRIPT_ON_BOTH = """
+# On both workers:
+@torch.jit.script
+def my_script_add(t1, t2):
+   return torch.add(t1, t2)
+"""
+
+SCRIPT_WORKER_0 = """
+# On worker 0:
+import torch.distributed.rpc as rpc
+rpc.init_rpc("worker0", rank=0, world_size=2)
+rref = rpc.remote("worker1", my_script_add, args=(torch.ones(2), 3))
+rref.to_here()
+rpc.shutdown()
+"""
+
+# -- async_execution ------------------------------------------------------------------------------
+
+ASYNC_CHAINED = """
+from torch.distributed import rpc
+# omitting setup and shutdown RPC
+# On all workers
+@rpc.functions.async_execution
+def async_add_chained(to, x, y, z):
+    # This function runs on "worker1" and returns immediately when
+    # the callback is installed through the `then(cb)` API. In the
+    # mean time, the `rpc_async` to "worker2" can run concurrently.
+    # When the return value of that `rpc_async` arrives at
+    # "worker1", "worker1" will run the lambda function accordingly
+    # and set the value for the previously returned `Future`, which
+    # will then trigger RPC to send the result back to "worker0".
+    return rpc.rpc_async(to, torch.add, args=(x, y)).then(
+        lambda fut: fut.wait() + z
+    )
+"""
+
+ASYNC_CHAINED_WORKER_0 = """
+# On worker0
+ret = rpc.rpc_sync(
+    "worker1",
+    async_add_chained,
+    args=("worker2", torch.ones(2), 1, 1)
+)
+print(ret)  # prints tensor([3., 3.])
+"""
+
+ASYNC_SCRIPT = """
+from torch import Tensor
+from torch.futures import Future
+from torch.distributed import rpc
+# omitting setup and shutdown RPC
+# On all workers
+@torch.jit.script
+def script_add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+@rpc.functions.async_execution
+@torch.jit.script
+def async_add(to: str, x: Tensor, y: Tensor) -> Future[Tensor]:
+    return rpc.rpc_async(to, script_add, (x, y))
+"""
+
+ASYNC_SCRIPT_WORKER_0 = """
+# On worker0
+ret = rpc.rpc_sync(
+    "worker1",
+    async_add,
+    args=("worker2", torch.ones(2), 1)
+)
+print(ret)  # prints tensor([2., 2.])
+"""
+
+ASYNC_CLASS = """
+from torch.distributed import rpc
+# omitting setup and shutdown RPC
+# On all workers
+class AsyncExecutionClass:
+    @staticmethod
+    @rpc.functions.async_execution
+    def static_async_add(to, x, y, z):
+        return rpc.rpc_async(to, torch.add, args=(x, y)).then(
+            lambda fut: fut.wait() + z
+        )
+    @classmethod
+    @rpc.functions.async_execution
+    def class_async_add(cls, to, x, y, z):
+        ret_fut = torch.futures.Future()
+        rpc.rpc_async(to, torch.add, args=(x, y)).then(
+            lambda fut: ret_fut.set_result(fut.wait() + z)
+        )
+        return ret_fut
+    @rpc.functions.async_execution
+    def bound_async_add(self, to, x, y, z):
+        return rpc.rpc_async(to, torch.add, args=(x, y)).then(
+            lambda fut: fut.wait() + z
+        )
+"""
+
+ASYNC_CLASS_WORKER_0 = """
+# On worker0
+ret = rpc.rpc_sync(
+    "worker1",
+    AsyncExecutionClass.static_async_add,
+    args=("worker2", torch.ones(2), 1, 2)
+)
+print(ret)  # prints tensor([4., 4.])
+ret = rpc.rpc_sync(
+    "worker1",
+    AsyncExecutionClass.class_async_add,
+    args=("worker2", torch.ones(2), 1, 2)
+)
+print(ret)  # prints tensor([4., 4.])
+"""
+
+ASYNC_RREF_WORKER_0 = """
+# reuse the AsyncExecutionClass class above
+rref = rpc.remote("worker1", AsyncExecutionClass)
+ret = rref.rpc_sync().static_async_add("worker2", torch.ones(2), 1, 2)
+print(ret)  # prints tensor([4., 4.])
+rref = rpc.remote("worker1", AsyncExecutionClass)
+ret = rref.rpc_async().static_async_add("worker2", torch.ones(2), 1, 2).wait()
+print(ret)  # prints tensor([4., 4.])
+rref = rpc.remote("worker1", AsyncExecutionClass)
+ret = rref.remote().static_async_add("worker2", torch.ones(2), 1, 2).to_here()
+print(ret)  # prints tensor([4., 4.])
+"""
+
+# -- one script of all of them --------------------------------------------------------------------
+
+ASYNC_SECTIONS = {
+    "chained": ASYNC_CHAINED_WORKER_0,
+    # a module of its own: what its compilation does is not the others' affair
+    "scripted": "from scripted import *\n" + ASYNC_SCRIPT_WORKER_0,
+    "methods": ASYNC_CLASS_WORKER_0,
+    "rref": ASYNC_RREF_WORKER_0,
+}
+EXPECTED = {
+    "remote": ["tensor([6., 6.])"],
+    "remote-script": ["tensor([4., 4.])"],
+    "chained": ["tensor([3., 3.])"],
+    "scripted": ["tensor([2., 2.])"],
+    "methods": ["tensor([4., 4.])"] * 2,
+    "rref": ["tensor([4., 4.])"] * 3,
+}
+
+HEAD = """
+import os
+import traceback
+import torch
+import torch.multiprocessing as mp
+os.environ["MASTER_ADDR"] = "localhost"
+"""
+
+TAIL = """
+def section(name, code, names):
+    print("section", name, flush=True)
+    try:
+        exec(code, names)
+    except BaseException:
+        traceback.print_exc()
+        print("failed", name, flush=True)
+
+def main(rank, remote_1, remote_0, script_0, asynchronous):
+    names = globals()
+    os.environ["MASTER_PORT"] = "5678"
+    if rank < 2:
+        exec(remote_0 if rank == 0 else remote_1, names)
+        if rank == 0:
+            print("section remote")
+            print(x, flush=True)
+        exec(script_0 if rank == 0 else remote_1, names)
+        if rank == 0:
+            print("section remote-script", flush=True)
+            print(value, flush=True)
+    os.environ["MASTER_PORT"] = "5679"
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3)
+    if rank == 0:
+        for name, code in asynchronous.items():
+            section(name, code, names)
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    mp.spawn(main, (REMOTE_1, REMOTE_0, SCRIPT_0, ASYNCHRONOUS), nprocs=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(ray_cluster, tmp_path_factory):
+    """What worker0 printed, by section."""
+    import os
+    import sys
+
+    folder = tmp_path_factory.mktemp("seeds")
+    # a prompt shows what an expression gives; here that needs a name
+    shown = SCRIPT_WORKER_0.replace("\nrref.to_here()\n", "\nvalue = rref.to_here()\n")
+    constants = (
+        f"REMOTE_1 = {REMOTE_WORKER_1!r}\nREMOTE_0 = {REMOTE_WORKER_0!r}\n"
+        f"SCRIPT_0 = {shown!r}\nASYNCHRONOUS = {ASYNC_SECTIONS!r}\n"
+    )
+    parts = [HEAD, constants, SCRIPT_ON_BOTH, ASYNC_CHAINED, ASYNC_CLASS, TAIL]
+    (folder / "scripted.py").write_text("import torch\n" + ASYNC_SCRIPT)
+    (folder / "seeds.py").write_text("".join(parts))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    run = Run([sys.executable, "-m", "rayrpc", "run", "seeds.py"], environ, folder)
+    status = run.end()
+    sections: dict[str, list[str]] = {"end": [f"status {status}", run.output]}
+    name = "end"
+    for line in run.output.splitlines():
+        if line.startswith("section "):
+            name = line.split()[1]
+        elif name != "end":
+            sections.setdefault(name, []).append(line)
+    run.process.stdout.close()
+    return sections
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_prints_what_it_says(printed, name):
+    assert printed.get(name) == EXPECTED[name], printed["end"][1]
+
+
+def test_all_ranks_end_well(printed):
+    assert printed["end"][0] == "status 0"
