@@ -14,12 +14,6 @@ from conftest import ROOT
 import rayrpc
 from rayrpc import compat
 
-# What rayrpc does not stand for: native parts, and plumbing of torch's own.
-NOT_REPLACED = {
-    *("AbstractSet", "Any", "Generator", "Generic", "GenericWithOneTypeVar", "Store", "TypeVar"),
-    *("Enum", "TYPE_CHECKING", "annotations"),
-}
-
 
 @pytest.fixture
 def installed():
@@ -51,13 +45,15 @@ def test_modules_import_as_rayrpcs_once_installed(installed):
 def test_every_public_name_is_replaced(installed):
     ours = {name for module, name, _, _ in compat.TABLE if module == compat.RPC}
     public = {
-        name
-        for name in ("AllGatherStates", "RRef", "WorkerInfo", "functions", "get_rpc_timeout")
-        + ("get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync")
-        + ("shutdown", "BackendType", "RpcBackendOptions", "TensorPipeRpcBackendOptions")
+        *("AllGatherStates", "BackendType", "PyRRef", "RRef", "RpcBackendOptions"),
+        *("TensorPipeRpcBackendOptions", "WorkerInfo", "functions", "get_rpc_timeout"),
+        *("get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync"),
+        "shutdown",
     }
     assert public <= ours
-    for name in getattr(torch.distributed.rpc, "__all__", ()):
+    # two leftovers of how torch documents RRef's methods call nothing native
+    listed = set(getattr(torch.distributed.rpc, "__all__", ())) - {"method_factory", "new_method"}
+    for name in listed:
         value = getattr(torch.distributed.rpc, name)
         assert getattr(value, "__module__", "rayrpc").startswith("rayrpc"), name
 

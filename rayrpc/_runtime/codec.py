@@ -23,15 +23,12 @@ import cloudpickle
 import torch
 
 from rayrpc._runtime.messages import Fork, Payload
-from rayrpc._runtime.tensors import reduce_tensor
+from rayrpc._runtime.tensors import INLINE_BYTES, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
 
 __all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
 
 Reducer = Callable[[Any], Any]
-
-# Buffers below this many bytes stay in the pickle: a small one costs more apart than copied.
-INLINE_BYTES = 4096
 
 NOT_ON_CALLEE = (
     " Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
@@ -55,13 +52,35 @@ class Sharer(Protocol):
         """Take a fork that nobody wants, and let go of it."""
 
 
-class _Session(threading.local):
-    """What the reducers of the pickle under way in this thread need."""
+class _Encoding:
+    """What the reducers of one pickle need and leave."""
 
-    share: Callable[[Any], int] | None = None
+    __slots__ = ("_sharer", "_to", "buffers", "by_value", "forks")
+
+    def __init__(self, sharer: Sharer, to: int | None, by_value: bool) -> None:
+        self._sharer = sharer
+        self._to = to
+        self.by_value = by_value
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.forks: list[Fork] = []
+
+    def keep_inline(self, buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < INLINE_BYTES:
+            return True
+        self.buffers.append(buffer)
+        return False
+
+    def share(self, rref: Any) -> int:
+        self.forks.append(self._sharer.share(rref, self._to))
+        return len(self.forks) - 1
+
+
+class _Session(threading.local):
+    """The pickles under way in this thread."""
+
+    encoding: _Encoding | None = None
     receive: Callable[[int], Any] | None = None
     reduce: Reducer | None = None  # of a pickler of the user's
-    by_value: bool = False
 
 
 _session = _Session()
@@ -71,9 +90,9 @@ def reduce_rref(rref: Any) -> tuple[Callable[[int], Any], tuple[int]]:
     """Replace an RRef by the position of its fork in the payload's header."""
     if _session.reduce is not None:
         return _session.reduce(rref)  # type: ignore[no-any-return]
-    if _session.share is None:
+    if _session.encoding is None:
         return rref.__reduce__()  # type: ignore[no-any-return]  # raises torch's own error
-    return _receive_rref, (_session.share(rref),)
+    return _receive_rref, (_session.encoding.share(rref),)
 
 
 def _receive_rref(position: int) -> Any:
@@ -94,7 +113,8 @@ def _load_script_module(data: bytes) -> Any:
 
 def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     original = getattr(function, "_torchdynamo_inline", None)
-    if original is not None and not _session.by_value:
+    by_value = _session.encoding is not None and _session.encoding.by_value
+    if original is not None and not by_value:
         return _find_script_function, (original.__module__, original.__qualname__)
     file = io.BytesIO()
     torch.jit.save(function, file)
@@ -137,6 +157,10 @@ def add_reducer(cls: type, reducer: Reducer) -> None:
     _REDUCERS[cls] = reducer
 
 
+# What has no inner objects, and nothing to look up.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
 class _ByReference(pickle.Pickler):
     dispatch_table: Any = _REDUCERS
 
@@ -166,6 +190,8 @@ class Codec:
         Raises:
             SerializationError: it cannot be pickled, by reference or by value.
         """
+        if type(obj) in _PLAIN:
+            return Payload(pickle.dumps(obj, 5), [])
         try:
             payload = self._dump(_ByReference, obj, to)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
@@ -187,31 +213,19 @@ class Codec:
             ) from (first or exc)
 
     def _dump(self, pickler: Any, obj: Any, to: int | None) -> Payload:
-        buffers: list[pickle.PickleBuffer] = []
-        forks: list[Fork] = []
-
-        def keep_inline(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes < INLINE_BYTES:
-                return True
-            buffers.append(buffer)
-            return False
-
-        def share(rref: Any) -> int:
-            forks.append(self._sharer.share(rref, to))
-            return len(forks) - 1
-
+        encoding = _Encoding(self._sharer, to, pickler is _ByValue)
         file = io.BytesIO()
-        outer = _session.share, _session.by_value
-        _session.share, _session.by_value = share, pickler is _ByValue
+        outer = _session.encoding
+        _session.encoding = encoding
         try:
-            pickler(file, protocol=5, buffer_callback=keep_inline).dump(obj)
+            pickler(file, protocol=5, buffer_callback=encoding.keep_inline).dump(obj)
         except BaseException:
-            for fork in forks:
+            for fork in encoding.forks:
                 self._sharer.unshare(fork)
             raise
         finally:
-            _session.share, _session.by_value = outer
-        return Payload(file.getvalue(), buffers, tuple(forks))
+            _session.encoding = outer
+        return Payload(file.getvalue(), encoding.buffers, tuple(encoding.forks))
 
     def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
         """Unpickle a payload.
@@ -240,7 +254,7 @@ class Codec:
 
     def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
         try:
-            return pickle.loads(data, buffers=buffers)
+            return pickle.loads(data, buffers=buffers) if buffers else pickle.loads(data)
         except (AttributeError, ImportError) as exc:
             raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
         except (pickle.UnpicklingError, EOFError, IndexError) as exc:

@@ -11,6 +11,9 @@ from rayrpc._runtime.hooks import Hook, OutgoingCall
 
 __all__ = ["ProfilerHook", "profiling_key"]
 
+_autograd: Any = torch.autograd
+_profiler_enabled = _autograd._profiler_enabled  # asked on every call
+
 
 def profiling_key(mode: str, func_name: str, src: str, dst: str) -> str:
     """Return the name of a call's event: ``rpc_sync#aten::add(worker0 -> worker1)``."""
@@ -35,8 +38,7 @@ class ProfilerHook(Hook):
     name = "profiler"
 
     def wants(self) -> bool:
-        autograd: Any = torch.autograd
-        return autograd._profiler_enabled() and not autograd.profiler._is_profiler_enabled
+        return _profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled
 
     def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         key = profiling_key(call.mode, _name_of(call.func), call.src.name, call.to.name)

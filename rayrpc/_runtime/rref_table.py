@@ -78,6 +78,7 @@ Effect = Confirmed | Released
 class _Owned:
     cell: Any
     forks: dict[GloballyUniqueId, int | None]  # fork -> worker that holds it
+    expected: bool = False  # the remote call that makes it is yet to come
 
 
 @dataclass(slots=True)
@@ -154,6 +155,7 @@ class RRefTable:
         if owned is None:
             owned = self.owned[rref_id] = _Owned(self._new_cell(), {})
         owned.forks[fork_id] = holder
+        owned.expected = False
         return owned.cell
 
     def lookup(self, rref_id: GloballyUniqueId) -> Any:
@@ -166,7 +168,7 @@ class RRefTable:
         if owned is None:
             if rref_id.created_on in self._gone or rref_id.created_on == self.me:
                 raise KeyError(rref_id)
-            owned = self.owned[rref_id] = _Owned(self._new_cell(), {})
+            owned = self.owned[rref_id] = _Owned(self._new_cell(), {}, expected=True)
         return owned.cell
 
     def use(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> None:
@@ -254,9 +256,11 @@ class RRefTable:
         self._links.pop(worker, None)
         self._gone.add(worker)
         for rref_id, owned in list(self.owned.items()):
-            if not owned.forks and rref_id.created_on == worker:
-                del self.owned[rref_id]  # its remote call will not come any more
-                effects.append(Released(rref_id, owned.cell))
+            if owned.expected and rref_id.created_on == worker:
+                owned.expected = False  # its remote call will not come any more
+                if not owned.forks:
+                    del self.owned[rref_id]
+                    effects.append(Released(rref_id, owned.cell))
             for fork_id in [f for f, holder in owned.forks.items() if holder == worker]:
                 effects += self._forget(rref_id, fork_id)
         for child in [c for c, (_, to) in self._children.items() if to == worker]:
@@ -388,7 +392,7 @@ class RRefTable:
         if owned is None:
             return []
         owned.forks.pop(fork_id, None)
-        if owned.forks:
+        if owned.forks or owned.expected:
             return []
         del self.owned[rref_id]
         return [Released(rref_id, owned.cell)]

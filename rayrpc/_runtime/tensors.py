@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["reduce_tensor"]
+__all__ = ["INLINE_BYTES", "reduce_tensor"]
 
 # Below this size a view is sent with the gaps between its elements, as torch does; above it,
 # when the gaps weigh more than the elements, it is made contiguous first.
 RECOPY_BYTES = 8 * 1024
+
+# Buffers below this many bytes stay in the pickle: a small one costs more apart than copied.
+INLINE_BYTES = 4096
 
 
 # The dtypes that numpy shares with torch, as numbers: a dtype costs 40 bytes and a look-up.
@@ -39,10 +42,32 @@ _DTYPES = (
     torch.complex128,
 )
 _NUMPY = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NUMPY_DTYPES = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """Return the pickle reduction of a tensor of exactly the class ``torch.Tensor``."""
+    number = _NUMPY.get(tensor.dtype)
+    if (
+        number is not None
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+    ):
+        try:
+            array: Any = tensor.numpy()
+        except RuntimeError:
+            pass  # conjugate, negative or nested: below
+        else:
+            if 0 < array.nbytes < INLINE_BYTES:
+                return rebuild_contiguous, (bytearray(array.tobytes()), number, array.shape)
+            if array.nbytes:
+                return rebuild_contiguous, (pickle.PickleBuffer(array), number, array.shape)
+    return _reduce_strided(tensor)
+
+
+def _reduce_strided(tensor: torch.Tensor) -> Any:
     if (
         tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
@@ -56,8 +81,6 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     requires_grad = tensor.requires_grad
     flat = tensor.detach() if requires_grad else tensor
     size = tuple(flat.shape)
-    if flat.dtype in _NUMPY and flat.is_contiguous() and not requires_grad and 0 not in size:
-        return rebuild_contiguous, (_buffer(flat), _NUMPY[flat.dtype], size)
     stride = flat.stride()
     itemsize = flat.element_size()
     if 0 in size:
@@ -105,6 +128,8 @@ class _Memory:
 
 def rebuild_contiguous(buffer: Any, dtype: int, size: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor that lies on ``buffer``; see ``rebuild_tensor``."""
+    if type(buffer) is bytearray or not memoryview(buffer).readonly:
+        return torch.from_numpy(np.ndarray(size, _NUMPY_DTYPES[dtype], buffer))
     return _flat(buffer, _DTYPES[dtype]).view(size)
 
 

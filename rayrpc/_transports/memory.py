@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from rayrpc._runtime.membership import Change, Decision, Group, Member, Refused, Session, Snapshot
 from rayrpc._runtime.messages import Frame
@@ -46,7 +47,8 @@ class MemoryTransport(Transport):
         self._address = address
         self._threads = ThreadCache(f"rayrpc-memory-{address}")
         self._lock = threading.Lock()
-        self._pending: dict[str, set[PendingReply]] = defaultdict(set)
+        # by token of the peer; whoever will complete a call keeps it alive
+        self._pending: defaultdict[str, WeakSet[PendingReply]] = defaultdict(WeakSet)
 
     @property
     def address(self) -> Any:
@@ -64,18 +66,12 @@ class MemoryTransport(Transport):
         arrived = copied(frame)
         with self._lock:
             self._pending[peer.token].add(pending)
-
-        def run() -> None:
-            pending.serve(serve, arrived)
-            with self._lock:
-                self._pending[peer.token].discard(pending)
-
-        self._threads.submit(run)
+        self._threads.submit(lambda: pending.serve(serve, arrived))
         return pending
 
     def lost(self, peer: Member, error: BaseException) -> None:
         with self._lock:
-            pending = self._pending.pop(peer.token, set())
+            pending = list(self._pending.pop(peer.token, ()))
         for call in pending:
             call.complete(Error(error))
 

@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,8 @@ class RayTransport(Transport):
         self._lock = threading.Lock()
         self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
         self._polling = 0
+        self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
+        self._giving = False
         self._hosted = hosted_endpoint()
         if self._hosted is not None:
             self._hosted.expect()
@@ -352,9 +355,11 @@ class RayTransport(Transport):
                 enough = self._polling >= 2
                 if not enough:
                     self._polling += 1
+                    results += self._results
+                    self._results.clear()
             if enough:
-                if results and not self._closed:
-                    self._address.give.remote(results)
+                for result in results:
+                    self._give(*result)
                 return
 
     def _take(self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None) -> None:
@@ -374,5 +379,25 @@ class RayTransport(Transport):
     def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
         if number is None:
             self._deliver(frame, reply)
-        elif not self._closed:
-            self._address.give.remote([(number, to_wire(reply))])
+        else:
+            self._give(number, to_wire(reply))
+
+    def _give(self, number: int, wire: Wire) -> None:
+        """Send a result to the relay; those that come meanwhile go together."""
+        with self._lock:
+            self._results.append((number, wire))
+            if self._giving:
+                return
+            self._giving = True
+        self._threads.submit(self._give_all)
+
+    def _give_all(self) -> None:
+        while True:
+            with self._lock:
+                results = list(self._results)
+                self._results.clear()
+                if not results or self._closed:
+                    self._giving = False
+                    return
+            with contextlib.suppress(RayError):  # then the relay is gone, and so are the calls
+                ray.get(self._address.give.remote(results))

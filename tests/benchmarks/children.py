@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +111,21 @@ def answer(setup: Any, reply: Any, close: Any) -> None:
         out.flush()
         return "value" in message
 
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read_lines, args=(lines,), daemon=True).start()
     try:
         if tell(setup):
-            for line in sys.stdin:
+            while line := lines.get():
                 tell(reply, json.loads(line))
     except BrokenPipeError:
         pass  # who asked is gone
     finally:
         close()
+
+
+def _read_lines(lines: queue.SimpleQueue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put("")
+    time.sleep(END_SECONDS)
+    os._exit(1)  # it hangs in its setup, or waits for somebody who is gone

@@ -143,7 +143,7 @@ def test_a_parent_keeps_its_fork_until_the_child_is_counted(owner, a, c):
 
 
 def test_a_child_that_was_dropped_at_once_is_still_counted_first(owner, a, c):
-    _rref_id, fork_id = remote(a, owner)
+    _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     a.drop(fork_id)
     c.receive(fork)
@@ -154,7 +154,7 @@ def test_a_child_that_was_dropped_at_once_is_still_counted_first(owner, a, c):
 
 
 def test_a_worker_may_share_with_itself(owner, a):
-    _rref_id, fork_id = remote(a, owner)
+    _, fork_id = remote(a, owner)
     fork = a.share(fork_id, A)
     a.receive(fork)
     settle(a, owner)
@@ -252,7 +252,6 @@ def test_whatever_overtakes_the_remote_call_gets_the_cell_that_the_call_fills(ow
     assert set(owner.owned[rref_id].forks) == {fork_id, fork.fork_id}
 
 
-@pytest.mark.xfail(reason="the cell is forgotten before the remote call fills it", strict=True)
 def test_an_early_handle_at_the_owner_outlives_other_forks(owner, a, c):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
@@ -334,7 +333,7 @@ def test_an_ack_covers_only_what_came_without_a_gap(owner, c):
 
 
 def test_a_worker_that_is_gone_loses_its_forks(owner, a, c):
-    rref_id, _fork_id = remote(a, owner)
+    rref_id, _ = remote(a, owner)
     cell = owner.lookup(rref_id)
     assert owner.gone(C) == []
     assert owner.gone(A) == [Released(rref_id, cell)]
@@ -469,7 +468,7 @@ def test_shutdown_drops_every_fork(owner, a):
 
 
 def test_debug_info_counts_as_torch_does(owner, a):
-    _rref_id, fork_id = remote(a, owner)
+    _, fork_id = remote(a, owner)
     a.share(fork_id, C)
     a.use(a._new_id(), a._new_id(), OWNER)
     assert owner.debug_info() == {
@@ -517,7 +516,6 @@ class RRefState:
     maker: int
     arrived: bool = False  # its remote call
     lost: bool = False  # a death may have taken it along
-    early: bool = False  # its owner got a handle before the remote call
 
 
 WORKERS = range(4)
@@ -653,7 +651,6 @@ class Protocol(RuleBasedStateMachine):
                 assert self.rrefs[fork.rref_id].lost
                 continue
             fork_id = None if fork.owner == frame.dst else fork.fork_id
-            self.rrefs[fork.rref_id].early |= not self.rrefs[fork.rref_id].arrived
             self.handles.append(Handle(frame.dst, fork.rref_id, fork.owner, fork_id, cell))
         if frame.kind == "reply":
             if frame.made is not None:
@@ -737,8 +734,7 @@ class Protocol(RuleBasedStateMachine):
     def a_handle_at_the_owner_gets_the_value(self):
         for handle in self.handles:
             state = self.rrefs[handle.rref_id]
-            # early: test_an_early_handle_at_the_owner_outlives_other_forks
-            if handle.fork_id is None and state.arrived and not (state.lost or state.early):
+            if handle.fork_id is None and state.arrived and not state.lost:
                 assert handle.cell.filled
 
     @invariant()
