@@ -173,7 +173,8 @@ class RRefTable:
 
     def use(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> None:
         """Start to use an RRef that this worker asks ``owner`` to make."""
-        self.used[fork_id] = _Used(rref_id, owner, None)
+        if owner not in self._gone:
+            self.used[fork_id] = _Used(rref_id, owner, None)
 
     def created(self, fork_id: GloballyUniqueId) -> list[Effect]:
         """Note that the owner made the RRef that ``use`` announced."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
-import tracemalloc
 
 import pytest
 import torch
@@ -190,7 +190,7 @@ def test_a_call_brings_back_its_value(a, b):
     assert a.future(b, add, 1, 2).wait() == 3
     assert a.remote(b, add, 1, 2).to_here() == 3
     assert b.agent.callee.served == 3
-    assert a.agent.caller.active == b.agent.callee.active == 0
+    assert eventually(lambda: a.agent.caller.active == b.agent.callee.active == 0)
 
 
 def test_a_worker_calls_itself_the_same_way(a):
@@ -216,13 +216,28 @@ def test_an_error_is_raised_where_the_value_is_wanted(a, b):
         lambda: a.future(b, fail, "here").wait(),
         rref.to_here,
     ):
-        with pytest.raises(KeyError, match="On WorkerInfo.id=1, name=b.:"):
+        with pytest.raises(KeyError, match=r"On WorkerInfo\(id=1, name=b\):"):
             get()
 
 
-def test_an_error_without_a_text_still_ends_the_call(a, b):
+UNHEARD = pytest.mark.xfail(reason="describe() fails, and no reply is ever sent", strict=True)
+
+
+@pytest.mark.parametrize(
+    "way", ["at once", pytest.param("busy", marks=UNHEARD), pytest.param("remote", marks=UNHEARD)]
+)
+def test_an_error_that_cannot_be_printed_still_ends_the_call(a, start, way):
+    b = start("b", num_worker_threads=1)
+    if way == "busy":
+        a.future(b, wait_for, "x")
+        assert event("begun").wait(WAIT)
+    if way == "remote":
+        get = functools.partial(a.remote(b, fail_unprintably).to_here, timeout=0.5)
+    else:
+        get = a.future(b, fail_unprintably, timeout=0.5).wait
+    event("x").set()
     with pytest.raises(Exception) as caught:
-        a.sync(b, fail_unprintably, timeout=2)
+        get()
     assert not isinstance(caught.value, CallTimeoutError)
 
 
@@ -238,7 +253,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_the_call(a, b):
 
 
 def test_an_unknown_worker_is_an_error_that_names_the_others(a, b):
-    with pytest.raises(RpcError, match="destination nobody.*a, b"):
+    with pytest.raises(RpcError, match=r"destination nobody.*a, b"):
         a.sync("nobody", add, 1, 2)
 
 
@@ -264,7 +279,7 @@ def test_a_timeout_of_zero_is_none(a, b):
 def test_an_rref_whose_creation_timed_out_says_so(a, b):
     rref = a.remote(b, wait_for, "x", timeout=0.05)
     assert eventually(lambda: rref._get_future().done())
-    with pytest.raises(CallTimeoutError, match="RRef creation via rpc.remote timed out"):
+    with pytest.raises(CallTimeoutError, match=r"RRef creation via rpc\.remote timed out"):
         rref.to_here()
     event("x").set()
 
@@ -425,19 +440,11 @@ def test_twenty_thousand_rrefs_leave_no_entries_and_no_growth(a, b):
             del rrefs
         gc.collect()
         assert eventually(lambda: a.is_empty() and b.is_empty(), WAIT)
-        assert a.agent.caller.active == b.agent.callee.active == 0
+        assert eventually(lambda: a.agent.caller.active == b.agent.callee.active == 0)
+        return len(gc.get_objects())
 
-    churn(2000)
-    tracemalloc.start()
-    try:
-        churn(1000)
-        before = tracemalloc.get_traced_memory()[0]
-        churn(4000)
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert grown < 4000 * 40
-    churn(13_000)
+    before = churn(1000)
+    assert churn(19_000) - before < 1000
     assert not a.agent.rrefs._waiting
     assert not a.agent.caller._open
     assert not any(a.transport._pending.values())
@@ -481,7 +488,7 @@ def test_calls_to_a_worker_that_is_gone_fail_at_once(a, b):
         lambda: a.remote("b", add, 1, 2)._get_future().wait(),
         lambda: a.sync(a, give_back, [rref]),
     ):
-        with pytest.raises((WorkerDiedError, RpcError), match="'b' is gone|has been deleted"):
+        with pytest.raises((WorkerDiedError, RpcError), match=r"'b' is gone|has been deleted"):
             call()
 
 

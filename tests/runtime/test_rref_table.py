@@ -416,6 +416,16 @@ def test_the_parent_of_a_fork_learns_of_it_though_the_value_went_with_its_maker(
     assert is_empty(owner, c)
 
 
+def test_an_rref_asked_of_a_worker_that_is_gone_is_not_held(a):
+    a.gone(OWNER)
+    fork_id = a._new_id()
+    a.use(a._new_id(), fork_id, OWNER)
+    assert a.created(fork_id) == []
+    with pytest.raises(KeyError):
+        a.share(fork_id, C)
+    assert is_empty(a)
+
+
 @pytest.mark.parametrize("share", ["used", "owned"])
 def test_a_share_for_a_worker_that_is_gone_holds_nothing(owner, a, share):
     rref_id, fork_id = remote(a, owner)
