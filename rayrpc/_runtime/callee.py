@@ -266,9 +266,9 @@ _NONE = Payload(pickle.dumps(None, 5), [])
 
 
 def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
-    if isinstance(func, torch.jit.ScriptFunction) and _calls_rpc(func):
-        # compiled RPC operators need a native agent; the original calls ours
-        func = func._torchdynamo_inline  # type: ignore[attr-defined]
+    inner = func._wrapped_async_rpc_function if is_async else func
+    if isinstance(inner, torch.jit.ScriptFunction):
+        return _invoke_scripted(inner, args, kwargs)
     try:
         return func(*args, **kwargs)
     except TypeError as exc:
@@ -280,6 +280,23 @@ def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
         ) from exc
 
 
+def _invoke_scripted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a scripted function, or the Python function that it was made from.
+
+    The original runs where the compiled one cannot: compiled RPC operators need a native agent,
+    and compiled code takes no number for a tensor, as torch's own RPC examples pass it.
+    """
+    original = getattr(func, "_torchdynamo_inline", None)
+    if original is not None and _calls_rpc(func):
+        return original(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as exc:
+        if original is None or "Expected a value of type" not in str(exc):
+            raise
+        return original(*args, **kwargs)
+
+
 @functools.lru_cache(maxsize=1024)
 def _calls_rpc(func: Any) -> bool:
-    return hasattr(func, "_torchdynamo_inline") and "prim::rpc_" in str(func.inlined_graph)
+    return "prim::rpc_" in str(func.inlined_graph)

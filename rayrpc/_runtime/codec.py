@@ -113,12 +113,18 @@ def _load_script_module(data: bytes) -> Any:
 
 def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     original = getattr(function, "_torchdynamo_inline", None)
-    by_value = _session.encoding is not None and _session.encoding.by_value
-    if original is not None and not by_value:
-        return _find_script_function, (original.__module__, original.__qualname__)
-    file = io.BytesIO()
-    torch.jit.save(function, file)
-    return _load_script_module, (file.getvalue(),)
+    if original is None:
+        file = io.BytesIO()
+        torch.jit.save(function, file)
+        return _load_script_module, (file.getvalue(),)
+    if _session.encoding is not None and _session.encoding.by_value:
+        # compiled code names others that only this process has; the original brings them along
+        return _itself, (original,)
+    return _find_script_function, (original.__module__, original.__qualname__)
+
+
+def _itself(obj: Any) -> Any:
+    return obj
 
 
 def _find_script_function(module: str, qualname: str) -> Any:
