@@ -230,8 +230,11 @@ import torch.multiprocessing as mp
 
 def main(rank, how):
     if rank == 0:
-        print("other", os.getpid(), flush=True)
+        print("other-pid", os.getpid(), flush=True)
+        open("printed", "w").close()
         time.sleep(100)
+    while not os.path.exists("printed"):
+        time.sleep(0.05)
     time.sleep(0.3)
     if how == "raise":
         raise ValueError("as expected")
@@ -260,7 +263,7 @@ if __name__ == "__main__":
     )
     def test_a_rank_that_fails_ends_the_run(self, run, how, texts):
         one = run(self.SPAWNS, how)
-        other = int(one.wait_for("other ").split()[1])
+        other = int(one.wait_for("other-pid ").split()[1])
         start = time.monotonic()
         assert one.end(30) == 1
         assert time.monotonic() - start < 20

@@ -166,4 +166,5 @@ def test_many_rrefs_leave_nothing_behind(workers):
     for _ in range(4):
         round_of(1000)
     # far fewer than one object an RRef is left, of any kind
-    assert all(b - a < 1000 for a, b in zip(before, objects(), strict=True))
+    after = objects()
+    assert all(b - a < 1000 for a, b in zip(before, after, strict=True)), (before, after)

@@ -212,6 +212,9 @@ class Agent:
         return member is not None and member.main == self.member.main
 
     def _add(self, member: Member) -> None:
+        holder = self._members.get(member.id)
+        if holder is not None and holder.token != member.token:
+            self.rrefs.gone(member.id)  # it left; the news of that is late
         self._members[member.id] = member
         self._names[member.name] = member
         self._former.pop(member.name, None)
@@ -238,7 +241,8 @@ class Agent:
                 logger.info("%s", error)
             self._transport.lost(member, error)
             self.caller.gone(member, error)
-            self.rrefs.gone(member.id)
+            if self._members.get(member.id) is None:  # nobody else has its id by now
+                self.rrefs.gone(member.id)
         with self._changed:
             self._changed.notify_all()
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -26,6 +28,9 @@ from rayrpc._transports.base import Pending
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
 __all__ = ["Caller", "Way"]
+
+# How often a blocking call looks whether its own worker was shut down meanwhile.
+LOOK_SECONDS = 0.5
 
 Done = Callable[[Outcome[Any]], None]
 
@@ -52,6 +57,10 @@ def _timed_out(timeout: float) -> CallTimeoutError:
         f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
         "with an error"
     )
+
+
+def _shut_down() -> CallError:
+    return CallError("RPC was shut down on this worker before the call completed")
 
 
 class Caller:
@@ -91,6 +100,7 @@ class Caller:
         self._open: dict[int, _Open] = {}
         self._sync = 0
         self._sync_lock = threading.Lock()
+        self._closed = False
         self.sent = 0
 
     @property
@@ -178,9 +188,9 @@ class Caller:
 
     def close(self) -> None:
         """End all calls."""
-        error = CallError("RPC was shut down on this worker before the call completed")
+        self._closed = True
         for call_id in list(self._open):
-            self._fail(call_id, error)
+            self._fail(call_id, _shut_down())
 
     # -- frames -------------------------------------------------------------------------------
 
@@ -239,7 +249,7 @@ class Caller:
         try:
             pending = self._way(to, frame)
             try:
-                reply = pending.wait(timeout or None)
+                reply = self._await(pending, timeout)
             except TimeoutError:
                 pending.on_done(functools.partial(self._too_late, to))
                 raise _timed_out(timeout) from None
@@ -247,6 +257,18 @@ class Caller:
         finally:
             with self._sync_lock:
                 self._sync -= 1
+
+    def _await(self, pending: Pending, timeout: float) -> Frame:
+        end = time.monotonic() + timeout if timeout else math.inf
+        while True:
+            left = end - time.monotonic()
+            try:
+                return pending.wait(max(0.0, min(left, LOOK_SECONDS)))
+            except TimeoutError:
+                if self._closed:  # by another thread; nothing else would end this one
+                    raise _shut_down() from None
+                if left <= LOOK_SECONDS:
+                    raise
 
     def _start(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import sys
 import threading
 import types
 from collections import ChainMap
@@ -20,10 +21,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import cloudpickle
+import numpy as np
 import torch
 
 from rayrpc._runtime.messages import Fork, Payload
-from rayrpc._runtime.tensors import INLINE_BYTES, reduce_tensor
+from rayrpc._runtime.tensors import INLINE_BYTES, reduce_array, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
 
 __all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
@@ -120,6 +122,8 @@ def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[An
     if _session.encoding is not None and _session.encoding.by_value:
         # compiled code names others that only this process has; the original brings them along
         return _itself, (original,)
+    if "<locals>" in original.__qualname__:
+        raise pickle.PicklingError(f"{original.__qualname__} cannot be found by its name")
     return _find_script_function, (original.__module__, original.__qualname__)
 
 
@@ -150,6 +154,7 @@ def _torch_function(name: str) -> Any:
 _jit: Any = torch.jit
 
 _REDUCERS: dict[type, Reducer] = {
+    np.ndarray: reduce_array,
     torch.Tensor: reduce_tensor,
     _jit.ScriptModule: _reduce_script_module,
     _jit.RecursiveScriptModule: _reduce_script_module,
@@ -209,9 +214,12 @@ class Codec:
         return payload
 
     def _by_value(self, obj: Any, to: int | None, first: BaseException | None) -> Payload:
+        main = sys.modules.get("__mp_main__")
+        if main is not None:  # the main of a spawned process is one, too
+            cloudpickle.register_pickle_by_value(main)
         try:
             return self._dump(_ByValue, obj, to)
-        except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
             raise SerializationError(
                 f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
                 "can take: keep locks, sockets, threads and generators where they are, and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -45,6 +46,11 @@ def fresh(error: BaseException) -> BaseException:
     hold; kept by a Future, whose inside Python's collector cannot see, it keeps them for ever.
     """
     try:
+        if type(error).__module__ == "builtins":  # some keep what they say outside of args
+            again = copy.copy(error)
+            again.__cause__ = error.__cause__
+            again.__suppress_context__ = error.__suppress_context__
+            return again
         again = type(error).__new__(type(error), *error.args)
         again.args = error.args
         again.__dict__.update(error.__dict__)

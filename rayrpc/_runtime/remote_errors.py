@@ -7,7 +7,9 @@ the caller, becomes a RuntimeError that carries both.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -48,22 +50,32 @@ def describe(
         encode: pickles a type for the caller.
     """
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    text = f"On {worker}:\n{error!r}\n{trace}"
-    print(text, file=sys.stderr)
+    # whatever the error's class may do here, its text must reach the caller
+    try:
+        shown = repr(error)
+    except Exception:
+        shown = f"<{type(error).__qualname__} that cannot be shown>"
+    text = f"On {worker}:\n{shown}\n{trace}"
+    with contextlib.suppress(Exception):
+        print(text, file=sys.stderr)
     state = dict(vars(error)) if isinstance(error, RpcError) else {}
     try:
+        pickle.dumps(state)
+    except Exception:
+        state = {}
+    try:
         type_data = encode(type(error))
-    except Exception:  # whatever a metaclass may do: the text must reach the caller
+    except Exception:
         type_data = b""
     return RemoteException(text, type_data, type(error).__qualname__, state)
 
 
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+
+
 def _unescape(text: str) -> str:
     # repr() escaped the line breaks of the error's own text; show them
-    try:
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError:
-        return text
+    return re.sub(r"\\([ntr\\'\"])", lambda found: _ESCAPES[found.group(1)], text)
 
 
 def rebuild(msg: str, type_data: bytes, type_name: str, state: dict[str, Any]) -> Exception:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["INLINE_BYTES", "reduce_tensor"]
+__all__ = ["INLINE_BYTES", "reduce_array", "reduce_tensor"]
 
 # Below this size a view is sent with the gaps between its elements, as torch does; above it,
 # when the gaps weigh more than the elements, it is made contiguous first.
@@ -164,3 +164,18 @@ def rebuild_empty(
     """Return a tensor without elements."""
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def reduce_array(array: np.ndarray[Any, Any]) -> Any:
+    """Return the pickle reduction of a numpy array; like tensors, received ones are writable."""
+    if array.dtype.hasobject or not array.nbytes or not array.flags.c_contiguous:
+        return array.__reduce_ex__(5)
+    memory: Any = array
+    return rebuild_array, (pickle.PickleBuffer(memory), array.dtype, array.shape)
+
+
+def rebuild_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    """Return an array that lies on ``buffer``; see ``rebuild_tensor``."""
+    if memoryview(buffer).readonly:
+        buffer = np.asarray(_Memory(buffer, np.frombuffer(buffer, dtype=np.uint8)))
+    return np.ndarray(shape, dtype, buffer)

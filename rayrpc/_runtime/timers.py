@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 __all__ = ["Timers"]
+
+logger = logging.getLogger(__name__)
 
 # Cancelled deadlines stay in the heap as bare numbers until they outweigh the others.
 SLACK = 1024
@@ -76,4 +79,7 @@ class Timers:
                 _, number = heapq.heappop(self._heap)
                 callback = self._callbacks.pop(number, None)
             if callback is not None:
-                callback()
+                try:
+                    callback()
+                except Exception:
+                    logger.exception("error in a deadline's callback")

@@ -11,15 +11,30 @@ A transport carries frames between the workers of a group.  Whatever it is made 
 from __future__ import annotations
 
 import abc
+import logging
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayrpc._runtime.membership import Change, Member, Snapshot
-from rayrpc._runtime.messages import Frame
-from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.messages import Frame, Kind
+from rayrpc._runtime.outcome import Outcome, Value
+from rayrpc.errors import CallError
 
-__all__ = ["Deferred", "Directory", "Pending", "PendingReply", "Serve", "Transport", "copied"]
+__all__ = [
+    "Deferred",
+    "Directory",
+    "Pending",
+    "PendingReply",
+    "Serve",
+    "Transport",
+    "copied",
+    "served",
+]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Deferred:
@@ -120,15 +135,22 @@ class PendingReply(Pending):
 
     def serve(self, serve: Serve, frame: Frame) -> None:
         """Complete this call with what ``serve`` in this process answers to ``frame``."""
-        try:
-            reply = serve(frame)
-        except BaseException as exc:
-            self.complete(Error(exc))
-            return
+        reply = served(serve, frame)
         if isinstance(reply, Deferred):
             reply.on_done(lambda frame: void(self.complete(Value(copied(frame)))))
         else:
             self.complete(Value(copied(reply)))
+
+
+def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferred:
+    """Return what ``serve`` answers; if it fails itself, a reply that says so."""
+    try:
+        return serve(frame, may_block)
+    except BaseException as exc:
+        logger.exception("a call could not be served")
+        text = f"the call could not be served: {type(exc).__name__}: {exc}"
+        remote: tuple[Any, ...] = (text, pickle.dumps(CallError), "CallError", {})
+        return Frame(Kind.ERROR, frame.session, -1, frame.call_id, data=pickle.dumps(remote, 5))
 
 
 def copied(frame: Frame) -> Frame:
@@ -207,7 +229,7 @@ class Directory(abc.ABC):
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the group; the others see it before this returns."""
+        """Leave the group; the others learn of it at once."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -30,7 +30,7 @@ from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.threads import ThreadCache
-from rayrpc._transports.base import Deferred, Pending, PendingReply, Serve, Transport
+from rayrpc._transports.base import Deferred, Pending, PendingReply, Serve, Transport, served
 from rayrpc._transports.ray_standins import (
     DEFERRED,
     RELAY_GROUPS,
@@ -90,15 +90,23 @@ def translate(peer: Member, error: BaseException) -> CallError:
 
 
 class _RayPending(Pending):
-    __slots__ = ("_call_id", "_peer", "_ref", "_transport")
+    __slots__ = ("_call_id", "_peer", "_ref", "_reply", "_transport")
 
     def __init__(self, transport: RayTransport, peer: Member, call_id: int, ref: Any) -> None:
         self._transport = transport
         self._peer = peer
         self._call_id = call_id
         self._ref = ref
+        self._reply: PendingReply | None = None  # where a late reply will be
+
+    def _late(self) -> PendingReply:
+        if self._reply is None:
+            self._reply = self._transport._late(self._call_id, self._peer)
+        return self._reply
 
     def wait(self, timeout: float | None) -> Frame:
+        if self._reply is not None:
+            return self._reply.wait(timeout)
         start = time.monotonic()
         try:
             wire = ray.get(self._ref, timeout=timeout)
@@ -110,7 +118,7 @@ class _RayPending(Pending):
             return from_wire(wire)
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - start))
-        return self._transport._late(self._call_id, self._peer).wait(timeout)
+        return self._late().wait(timeout)
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
         # runs on Ray's own thread, where any call into Ray would lock up
@@ -118,7 +126,7 @@ class _RayPending(Pending):
             if isinstance(result, RayError):
                 callback(Error(translate(self._peer, result)))
             elif result is DEFERRED:
-                self._transport._late(self._call_id, self._peer).on_done(callback)
+                self._late().on_done(callback)
             else:
                 callback(Value(from_wire(result)))
 
@@ -312,7 +320,7 @@ class RayTransport(Transport):
     def _answer(self, wire: Wire, may_block: bool) -> Wire:
         assert self._serve is not None
         frame = from_wire(wire)
-        reply = self._serve(frame, may_block)
+        reply = served(self._serve, frame, may_block)
         if isinstance(reply, Deferred):
             # not from the thread that completes it: that may be one of Ray's
             reply.on_done(lambda late: self._threads.submit(lambda: self._deliver(frame, late)))
@@ -366,7 +374,7 @@ class RayTransport(Transport):
         """Serve a frame; leave its reply in ``results`` for the next exchange, or send it."""
         assert self._serve is not None
         frame = from_wire(wire)
-        reply = self._serve(frame, True)
+        reply = served(self._serve, frame)
         if isinstance(reply, Deferred):
             reply.on_done(
                 lambda late: self._threads.submit(lambda: self._reply(frame, number, late))

@@ -88,6 +88,40 @@ def test_main_goes_by_reference_only_to_who_shares_it(codec, monkeypatch):
     assert copy is not main.f and copy() == 1
 
 
+def test_the_main_of_a_spawned_process_goes_by_value_too(codec, monkeypatch):
+    main = types.ModuleType("__mp_main__")
+    exec("n = 1\ndef f():\n    return n", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    payload = codec.encode(main.f, 1, False)
+    monkeypatch.delitem(sys.modules, "__mp_main__")  # the receiver is no such process
+    assert codec.decode(payload.data, payload.buffers, ())() == 1
+
+
+def test_an_object_may_be_sent_while_another_is_being_pickled(codec, sharer):
+    class Sender:
+        def __reduce__(self):
+            inner = codec.encode([make_rref()], 2, True)
+            return codec.decode, (inner.data, (), inner.forks)
+
+    payload = codec.encode([make_rref(), Sender(), make_rref()], 1, True)
+    assert sharer.log == [("share", 1), ("share", 2), ("share", 1)]
+    assert [fork.fork_id.local_id for fork in payload.forks] == [1, 3]
+    assert codec.decode(payload.data, (), payload.forks) == [
+        ("rref", 1),
+        [("rref", 2)],
+        ("rref", 3),
+    ]
+
+
+def test_a_class_of_main_goes_by_value_to_who_does_not_share_it(codec, monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("class C:\n    x = 1", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    payload = codec.encode(main.C(), 1, False)
+    del main.C
+    assert codec.decode(payload.data, (), ()).x == 1
+
+
 def test_scripted_functions_and_modules_arrive(codec):
     assert through(codec, targets.scripted_add) is targets.scripted_add
     module = torch.jit.script(torch.nn.Linear(2, 2))

@@ -33,6 +33,10 @@ def test_line_breaks_and_foreign_letters_survive():
     assert "one\ntwo é 中" in text
 
 
+def test_backslashes_raise_no_warning():
+    assert type(through(lambda: targets.fail(r"not \d"))) is ValueError
+
+
 def test_a_type_with_another_constructor_becomes_a_runtime_error():
     error = through(targets.fail_picky)
     assert type(error) is RuntimeError
@@ -68,3 +72,15 @@ def test_a_fresh_error_is_alike_and_has_no_trace(error):
     assert type(again) is type(error) and again is not error
     assert (str(again), again.args, again.note) == (str(error), error.args, "kept")
     assert again.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "no such file", "name.txt"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad start"),
+        SyntaxError("bad", ("f.py", 1, 1, "x", 1, 2)),
+    ],
+)
+def test_a_fresh_error_of_python_says_the_same(error):
+    assert str(fresh(error)) == str(error)

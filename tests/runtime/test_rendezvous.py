@@ -1,6 +1,7 @@
 """What an init_method means."""
 
 import pytest
+import torch
 
 from rayrpc._runtime.rendezvous import find_place
 
@@ -72,3 +73,28 @@ def test_a_rank_must_fit_the_world_size(rank):
 def test_a_world_size_needs_a_rank():
     with pytest.raises(ValueError, match="without a rank"):
         find_place("ray://x", -1, 2, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "rank", "environ"),
+    [
+        ("env://", -1, {**ENV, "WORLD_SIZE": "2"}),
+        ("env://", 0, {"MASTER_PORT": "1"}),
+        ("env://", 0, {"MASTER_ADDR": "localhost"}),
+        ("tcp://head", 0, {}),
+        ("tcp://head:29500", -1, {}),
+        ("file:///tmp/x", -1, {}),
+        ("file://", 0, {}),
+        ("abc://x", 0, {}),
+    ],
+)
+def test_torch_says_the_same(monkeypatch, method, rank, environ):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((ValueError, RuntimeError)) as torchs:
+        next(torch.distributed.rendezvous(method, rank, 2))
+    with pytest.raises((ValueError, RuntimeError)) as ours:
+        find_place(method, rank, 2, environ, None)
+    assert (type(ours.value), str(ours.value)) == (type(torchs.value), str(torchs.value))

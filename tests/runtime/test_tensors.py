@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +68,47 @@ def test_received_tensors_are_writable_and_private(size, readonly):
 def test_a_parameter_stays_a_parameter():
     got = through(torch.nn.Parameter(torch.rand(3, 3)))
     assert type(got) is torch.nn.Parameter and got.requires_grad
+
+
+class Marked(torch.Tensor):
+    """A subclass of a user's."""
+
+
+def test_a_subclass_stays_itself():
+    sent = torch.rand(2000).as_subclass(Marked)
+    got = through(sent, readonly=True)
+    assert type(got) is Marked and torch.equal(got, sent)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own pickling of them uses what it deprecates
+def test_quantized_tensors_arrive():
+    sent = torch.quantize_per_tensor(torch.rand(2000), 0.1, 3, torch.quint8)
+    got = through(sent)
+    assert (got.q_scale(), got.q_zero_point()) == (0.1, 3)
+    assert torch.equal(got.int_repr(), sent.int_repr())
+
+
+def test_every_part_of_a_module_arrives_as_what_it_was():
+    sent = torch.nn.BatchNorm1d(2000)
+    got = through(sent, readonly=True)
+    assert all(type(p) is torch.nn.Parameter and p.requires_grad for p in got.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(got.buffers(), sent.buffers(), strict=True))
+    got(torch.rand(4, 2000)).sum().backward()
+    torch.optim.SGD(got.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("size", "readonly"),
+    [
+        (3, True),
+        (50_000, False),
+        (50_000, True),
+    ],
+)
+def test_received_arrays_are_writable(size, readonly):
+    got = through(np.zeros(size), readonly)
+    got += 1
+    assert got.sum() == size
 
 
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])

@@ -133,6 +133,12 @@ class TestTimers:
         assert passed == [] and len(timers._heap) < 2000 and not timers._callbacks
         timers.close()
 
+    def test_a_callback_that_fails_does_not_stop_the_others(self):
+        timers, done = Timers(), threading.Event()
+        timers.after(0, lambda: 1 / 0)
+        timers.after(0.02, done.set)
+        assert done.wait(0.5)
+
     def test_after_close_nothing_happens(self):
         timers, passed = Timers(), []
         timers.after(0.02, lambda: passed.append(1))
