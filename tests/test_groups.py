@@ -380,12 +380,17 @@ class TestAlone:
             assert rpc.rpc_sync(0, targets.whoami) == f"again{number}"
 
     def test_no_thread_is_left_after_shutdown(self, alone):
-        rpc.rpc_async("only", targets.whoami).wait()
         rpc.shutdown()
-        end = time.monotonic() + 10
-        while (left := our_threads()) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not left
+        before = set(threading.enumerate())  # other tests may have left some that still block
+
+        def left():
+            return [t.name for t in our_threads() if t not in before]
+
+        rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=alone)
+        rpc.rpc_async("only", targets.whoami).wait()
+        assert left()
+        rpc.shutdown()
+        assert eventually(lambda: not left(), 15), left()
 
     @pytest.mark.parametrize(
         "call",
@@ -417,5 +422,5 @@ class TestAlone:
         assert not rpc._is_current_rpc_agent_set()
 
 
-def our_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("rayrpc")]
+def our_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("rayrpc")]
