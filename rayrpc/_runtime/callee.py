@@ -266,7 +266,7 @@ _NONE = Payload(pickle.dumps(None, 5), [])
 
 
 def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
-    inner = func._wrapped_async_rpc_function if is_async else func
+    inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
     if isinstance(inner, torch.jit.ScriptFunction):
         return _invoke_scripted(inner, args, kwargs)
     try:

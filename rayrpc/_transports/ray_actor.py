@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
-    ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
     RayActorError,
@@ -84,7 +83,7 @@ def translate(peer: Member, error: BaseException) -> CallError:
             f"call: whether the function ran is not known ({cause_of(error)}). Call again if it "
             "may run twice."
         )
-    if isinstance(error, (ActorDiedError, RayActorError)):
+    if isinstance(error, RayActorError):
         return WorkerDiedError(peer.name, cause_of(error), peer.node)
     return CallLostError(f"The reply of RPC worker {peer.name!r} was lost: {cause_of(error)}")
 
