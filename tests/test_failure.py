@@ -210,6 +210,16 @@ def test_a_dead_worker_of_a_dynamic_group_can_be_replaced(alice):
     assert rpc.rpc_sync("alice", targets.call_on, args=("phoenix", targets.whoami)) == "phoenix"
 
 
+def test_a_worker_that_dies_before_its_relay_runs_is_dead_to_the_others(alice, tmp_path):
+    with attached(tmp_path, "shortlived") as member:  # prints as soon as init_rpc returns
+        member.process.kill()
+        start = time.monotonic()
+        with pytest.raises(errors.WorkerDiedError, match="shortlived"):
+            while True:
+                rpc.rpc_sync("shortlived", targets.whoami)
+        assert time.monotonic() - start < SECONDS
+
+
 def owned(name: str) -> tuple[str, str]:
     info = rpc.rpc_sync(name, targets.rref_info)
     return info["num_owner_rrefs"], info["num_forks"]

@@ -1,5 +1,6 @@
 """What must stay light: parts that never load torch."""
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import targets
 from conftest import ROOT
 
 import rayrpc as rpc
+from rayrpc._runtime.membership import Member
+from rayrpc._transports import open_transport
 
 LIGHT = [
     "rayrpc",
@@ -66,3 +69,39 @@ def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
         assert not has_torch(me.address)
     finally:
         rpc.shutdown()
+
+
+def test_a_relay_starts_when_its_worker_has_joined(ray_cluster):
+    transport, directory = open_transport(rpc.settings(), "light-gate", "early", "gate-token")
+    try:
+        answer = transport.address.give.remote([])
+        assert ray.wait([answer], timeout=2)[0] == []
+        member = Member("gate-token", "early", -1, address=transport.address, pid=os.getpid())
+        assert directory.join(member, timeout=30).me.name == "early"
+        assert ray.get(answer, timeout=30) is None
+    finally:
+        directory.close()
+        directory.leave()
+        transport.close()
+
+
+def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
+    settings = rpc.settings()
+    opened = [open_transport(settings, "light-refused", "twin", f"twin-{i}") for i in range(2)]
+    try:
+        first, second = (
+            Member(f"twin-{i}", "twin", -1, address=transport.address, pid=os.getpid())
+            for i, (transport, _) in enumerate(opened)
+        )
+        opened[0][1].join(first, timeout=30)
+        with pytest.raises(RuntimeError, match="twin"):
+            opened[1][1].join(second, timeout=30)
+        relay = opened[1][0].address
+        opened[1][0].close()
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(relay.give.remote([]), timeout=30)
+    finally:
+        for transport, directory in opened:
+            directory.close()
+            directory.leave()
+            transport.close()

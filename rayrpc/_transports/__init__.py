@@ -30,6 +30,7 @@ def open_transport(
 
     Raises:
         ClusterError: no Ray cluster can be reached or started.
+        GroupError: the directory cannot be reached or started.
     """
     from rayrpc._transports.ray_cluster import connect
 
@@ -38,4 +39,9 @@ def open_transport(
     from rayrpc._transports.ray_directory import RayDirectory
 
     logger.debug("worker %s: transport %s is ray", worker, settings.transport)
-    return RayTransport(worker, token, settings.namespace), RayDirectory(key, settings.namespace)
+    directory = RayDirectory(key, settings.namespace)
+    # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory alone, so
+    # that starts first, and the relays when the group is complete.
+    directory.reach(settings.init_timeout)
+    transport = RayTransport(worker, token, settings.namespace, lambda: directory.decided(token))
+    return transport, directory

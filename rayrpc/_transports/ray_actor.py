@@ -200,11 +200,15 @@ class RayTransport(Transport):
         worker (str): name of this worker.
         token (str): of its membership.
         namespace (str): Ray namespace of the stand-ins' names.
+        joined (Callable): returns an ObjectRef that a relay, if one is needed, waits for before
+            it starts. Calls to it wait with it.
     """
 
     name = "ray"
 
-    def __init__(self, worker: str, token: str, namespace: str) -> None:
+    def __init__(
+        self, worker: str, token: str, namespace: str, joined: Callable[[], Any] = lambda: None
+    ) -> None:
         self._token = token
         self._closed = False
         self._find: Callable[[int], Member | None] = lambda _: None
@@ -213,6 +217,7 @@ class RayTransport(Transport):
         self._lock = threading.Lock()
         self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
         self._polling = 0
+        self._taken = False  # anything from the relay
         self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
         self._giving = False
         self._hosted = hosted_endpoint()
@@ -220,9 +225,9 @@ class RayTransport(Transport):
             self._hosted.expect()
             self._address = self._hosted.handle
         else:
-            self._address = self._start_relay(worker, token, namespace)
+            self._address = self._start_relay(worker, token, namespace, joined())
 
-    def _start_relay(self, worker: str, token: str, namespace: str) -> Any:
+    def _start_relay(self, worker: str, token: str, namespace: str, joined: Any) -> Any:
         options: dict[str, Any] = {}
         if not ray.util.client.ray.is_connected():
             # with us on our node: then the two die together
@@ -234,7 +239,7 @@ class RayTransport(Transport):
         remote: Any = ray.remote
         relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
         return relay.options(name=f"{worker}#{token}", namespace=namespace, **options).remote(
-            worker
+            worker, joined
         )
 
     @property
@@ -282,8 +287,9 @@ class RayTransport(Transport):
             self._hosted.plug(None)
             self._hosted.watch.release(self._token)
         elif ray.is_initialized():
-            with contextlib.suppress(RayError):
-                ray.get(self._address.close.remote(self._token, CLOSE_SECONDS))
+            if self._taken:  # else no peer waits for a reply; the relay may not even run yet
+                with contextlib.suppress(RayError):
+                    ray.get(self._address.close.remote(self._token, CLOSE_SECONDS))
             ray.kill(self._address)
         self._threads.close()
 
@@ -344,6 +350,7 @@ class RayTransport(Transport):
                 if not self._closed:
                     raise
                 return
+            self._taken = True
             with self._lock:
                 self._polling -= 1
                 alone = self._polling == 0

@@ -42,6 +42,7 @@ class DirectoryActor:
     def __init__(self, key: str) -> None:
         self._group = Group(key)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}
+        self._gates: dict[str, asyncio.Event] = {}
         self._seen: dict[str, int] = {}  # the version that each member has applied
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -50,6 +51,9 @@ class DirectoryActor:
 
     def __repr__(self) -> str:
         return f"rayrpc.Directory({self._group.key})"
+
+    async def ready(self) -> None:
+        """Return as soon as this actor runs."""
 
     async def join(self, member: Member) -> Snapshot | str:
         """Return the member's snapshot once it is admitted, or why it is refused."""
@@ -61,6 +65,12 @@ class DirectoryActor:
         if isinstance(snapshot, Snapshot) and member.world_size is None:
             await self._all_see(member.token, snapshot.version)
         return snapshot
+
+    async def decided(self, token: str) -> None:
+        """Return when the member is admitted, refused, or gone."""
+        gate = self._gates.setdefault(token, asyncio.Event())
+        await gate.wait()
+        self._gates.pop(token, None)
 
     async def withdraw(self, token: str) -> list[int]:
         """Take back a join that waited too long; return the ranks that are missing."""
@@ -116,6 +126,7 @@ class DirectoryActor:
 
     async def _settle(self, decisions: list[Decision]) -> None:
         for decision in decisions:
+            self._open_gate(decision.token)
             answer = self._joins.pop(decision.token, None)
             if answer is not None and not answer.done():
                 admitted = isinstance(decision, Admitted)
@@ -145,14 +156,18 @@ class DirectoryActor:
                 continue
             except RayError as exc:
                 kind, cause = "died", cause_of(exc)
-                self._died = True
             break
         await self._remove(member.token, kind, cause)
 
+    def _open_gate(self, token: str) -> None:
+        if token in self._gates:
+            self._gates[token].set()
+
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
         session = self._group.find(token)
-        if session is not None:
-            session.remove(token, kind, cause)
+        if session is not None and session.remove(token, kind, cause) and kind == "died":
+            self._died = True
+        self._open_gate(token)
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")
@@ -201,28 +216,48 @@ class RayDirectory(Directory):
             max_concurrency=100_000,
         ).remote(self._key)
 
+    def reach(self, timeout: float) -> None:
+        """Wait until the directory runs, started if need be.
+
+        Raises:
+            GroupError: it does not in ``timeout`` seconds.
+        """
+        try:
+            self._ask(lambda actor: actor.ready.remote(), timeout)
+        except GetTimeoutError:
+            raise GroupError(
+                f"the directory of group {self._key!r} did not start in {timeout:g} s: is the "
+                "Ray cluster out of memory or of processes? `ray list actors` shows its state."
+            ) from None
+
+    def decided(self, token: str) -> Any:
+        """Return an ObjectRef that is ready when the directory has decided on a join."""
+        return self._actor.decided.remote(token)
+
     def join(self, member: Member, timeout: float) -> Snapshot:
+        try:
+            answer = self._ask(lambda actor: actor.join.remote(member), timeout)
+        except GetTimeoutError:
+            raise self._incomplete(member, timeout) from None
+        if isinstance(answer, str):
+            raise GroupError(answer)
+        self._token = member.token
+        return answer  # type: ignore[no-any-return]
+
+    def _ask(self, question: Callable[[Any], Any], timeout: float) -> Any:
         deadline = time.monotonic() + timeout
         while True:
             self._actor = self._open()
             left = max(0.0, deadline - time.monotonic())
             try:
-                answer = ray.get(self._actor.join.remote(member), timeout=left)
-                break
+                return ray.get(question(self._actor), timeout=left)
             except RayActorError as exc:
                 # the directory of an earlier run was just ending itself
                 if time.monotonic() > deadline:
                     raise GroupError(
-                        f"RPC worker {member.name!r} cannot reach the directory of group "
-                        f"{self._key!r}: {cause_of(exc)}"
+                        f"cannot reach the directory of group {self._key!r}: {cause_of(exc)}"
                     ) from exc
                 time.sleep(0.05)
-            except GetTimeoutError:
-                raise self._incomplete(member, timeout) from None
-        if isinstance(answer, str):
-            raise GroupError(answer)
-        self._token = member.token
-        return answer  # type: ignore[no-any-return]
 
     def _incomplete(self, member: Member, timeout: float) -> GroupError:
         missing = ray.get(self._actor.withdraw.remote(member.token), timeout=10)

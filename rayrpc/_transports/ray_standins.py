@@ -96,9 +96,11 @@ class Relay:
 
     Args:
         worker (str): the name of the worker that it stands for.
+        joined (None): comes when the worker has joined its group; Ray starts no actor before
+            its arguments are there.
     """
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, joined: None) -> None:
         self._worker = worker
         self._inbox: queue.SimpleQueue[tuple[str, int | None, Wire]] = queue.SimpleQueue()
         self._held: dict[int, _Held] = {}
