@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 import targets
 import torch.multiprocessing as mp
 from conftest import ROOT, Run, eventually
 
 import rayrpc as rpc
-from rayrpc import errors
+from rayrpc import config, errors
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -406,6 +407,11 @@ def test_processes_started_by_hand_share_a_cluster_that_ends_with_them(start, sc
 # -- workers for a notebook -----------------------------------------------------------------------
 
 
+def reservations():
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    return [state for state in states if state != "REMOVED"]
+
+
 class TestStartWorkers:
     def test_workers_serve_until_they_are_stopped(self, capfd):
         group = rpc.start_workers(["carol"], me="me")
@@ -434,6 +440,19 @@ class TestStartWorkers:
         finally:
             rpc.shutdown()
         assert eventually(lambda: not alive(worker), 10)  # shutdown ends them, too
+
+    def test_what_a_placement_strategy_reserved_is_given_back(self):
+        before = rpc.settings()
+        rpc.configure(placement_strategy="PACK")
+        try:
+            group = rpc.start_workers(["erin"], me="me")
+            assert reservations() == ["CREATED"]
+            group.stop()
+            assert eventually(lambda: reservations() == [], 10)
+        finally:
+            config.use(before)
+            if rpc._is_current_rpc_agent_set():
+                rpc.shutdown()
 
     def test_resources_that_no_node_has_are_refused_by_name(self):
         for resources, name in (

@@ -68,6 +68,12 @@ class Program:
             changed=frozenset(k for k, v in environ.items() if _environ_at_start.get(k) != v),
         )
 
+    @staticmethod
+    def without_script() -> Program:
+        """Describe where this process runs, for workers that only serve."""
+        here = Program.of_this_process()
+        return Program(sys_path=here.sys_path, environ=here.environ)
+
     def enter(self, same_node: bool) -> None:
         """Give this process the environment of the program; before torch is imported.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,14 @@ from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
 from rayrpc.launch.hosted import hosted_actor
 from rayrpc.launch.output import follow
-from rayrpc.launch.placement import check_placeable, named, placed_options, this_node, wait_placed
+from rayrpc.launch.placement import (
+    check_placeable,
+    free_group,
+    named,
+    placed_options,
+    this_node,
+    wait_placed,
+)
 from rayrpc.launch.program import Program
 
 __all__ = ["WorkerGroup", "start_workers"]
@@ -28,10 +34,12 @@ class WorkerGroup:
 
     Args:
         actors: by worker name.
+        placed: the options that ``placed_options`` gave for them.
     """
 
-    def __init__(self, actors: dict[str, Any]) -> None:
+    def __init__(self, actors: dict[str, Any], placed: dict[str, dict[str, Any]]) -> None:
         self._actors = actors
+        self._placed = placed
 
     def __getitem__(self, name: str) -> WorkerInfo:
         if name not in self._actors:
@@ -57,8 +65,13 @@ class WorkerGroup:
         actors, self._actors = self._actors, {}
         refs = [actor.leave_group.remote() for actor in actors.values()]
         ray.wait(refs, num_returns=len(refs), timeout=5)
-        for actor in actors.values():
-            ray.kill(actor)
+        _end(actors, self._placed)
+
+
+def _end(actors: dict[str, Any], placed: dict[str, dict[str, Any]]) -> None:
+    for actor in actors.values():
+        ray.kill(actor)
+    free_group(placed)
 
 
 def start_workers(
@@ -106,7 +119,7 @@ def start_workers(
     method = f"ray://{agent.key}"
     placed = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
     shared = (
-        Program(environ=Program.of_this_process().environ, sys_path=list(sys.path)),
+        Program.without_script(),
         this_node(),
         settings.to_dict(),
         compat.is_installed(),
@@ -123,10 +136,9 @@ def start_workers(
             follow(actor, ray.get, f"({name}) ")
         ray.get([actor.join_group.remote(name, method) for name, actor in actors.items()])
     except BaseException:
-        for actor in actors.values():
-            ray.kill(actor)
+        _end(actors, placed)
         raise
-    group = WorkerGroup(actors)
+    group = WorkerGroup(actors, placed)
     agent.on_shutdown(group.stop)
     for name in names:
         agent.lookup(name)  # its news may still be on the way
