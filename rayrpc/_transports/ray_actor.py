@@ -30,6 +30,7 @@ from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.base import Deferred, Pending, PendingReply, Serve, Transport, served
+from rayrpc._transports.ray_cluster import through_client
 from rayrpc._transports.ray_standins import (
     DEFERRED,
     RELAY_GROUPS,
@@ -122,7 +123,7 @@ class _RayPending(Pending):
     def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
         # runs on Ray's own thread, where any call into Ray would lock up
         def completed(result: Any) -> None:
-            if isinstance(result, RayError):
+            if isinstance(result, BaseException):  # Ray Client has others than Ray's own
                 callback(Error(translate(self._peer, result)))
             elif result is DEFERRED:
                 self._late().on_done(callback)
@@ -220,6 +221,7 @@ class RayTransport(Transport):
         self._taken = False  # anything from the relay
         self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
         self._giving = False
+        self._plain = through_client()
         self._hosted = hosted_endpoint()
         if self._hosted is not None:
             self._hosted.expect()
@@ -229,7 +231,7 @@ class RayTransport(Transport):
 
     def _start_relay(self, worker: str, token: str, namespace: str, joined: Any) -> Any:
         options: dict[str, Any] = {}
-        if not ray.util.client.ray.is_connected():
+        if not self._plain:
             # with us on our node: then the two die together
             options["scheduling_strategy"] = (
                 ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
@@ -239,7 +241,7 @@ class RayTransport(Transport):
         remote: Any = ray.remote
         relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
         return relay.options(name=f"{worker}#{token}", namespace=namespace, **options).remote(
-            worker, joined
+            worker, joined, self._plain
         )
 
     @property
@@ -260,7 +262,7 @@ class RayTransport(Transport):
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         try:
-            ref = peer.address.handle.remote(to_wire(frame))
+            ref = peer.address.handle.remote(to_wire(frame, self._plain))
         except RayError as exc:
             pending = PendingReply()
             pending.complete(Error(translate(peer, exc)))
@@ -318,7 +320,7 @@ class RayTransport(Transport):
     def _deliver(self, frame: Frame, reply: Frame) -> None:
         peer = self._find(frame.src)
         if peer is not None and not self._closed:
-            peer.address.deliver.remote(frame.call_id, to_wire(reply))
+            peer.address.deliver.remote(frame.call_id, to_wire(reply, self._plain))
 
     # -- serving ------------------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class RayTransport(Transport):
             # not from the thread that completes it: that may be one of Ray's
             reply.on_done(lambda late: self._threads.submit(lambda: self._deliver(frame, late)))
             return DEFERRED
-        return to_wire(reply)
+        return to_wire(reply, plain=isinstance(wire, tuple))
 
     def _start_poller(self) -> None:
         self._polling += 1
@@ -386,7 +388,7 @@ class RayTransport(Transport):
                 lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
             )
         elif number is not None and results is not None:
-            results.append((number, to_wire(reply)))
+            results.append((number, to_wire(reply, self._plain)))
         else:
             self._reply(frame, number, reply)
 
@@ -394,7 +396,7 @@ class RayTransport(Transport):
         if number is None:
             self._deliver(frame, reply)
         else:
-            self._give(number, to_wire(reply))
+            self._give(number, to_wire(reply, self._plain))
 
     def _give(self, number: int, wire: Wire) -> None:
         """Send a result to the relay; those that come meanwhile go together."""

@@ -30,7 +30,7 @@ from typing import Any
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["connect"]
+__all__ = ["connect", "through_client"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,19 @@ def connect(settings: Settings) -> None:
         options["runtime_env"] = dict(settings.runtime_env)
     try:
         ray.init(**options)
-    except (ConnectionError, RuntimeError, TimeoutError) as exc:
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as exc:
         raise ClusterError(
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
     _connected_pid = os.getpid()
+
+
+def through_client() -> bool:
+    """Tell whether this process speaks to its cluster by Ray Client, from no node of it."""
+    import ray
+
+    return bool(ray.util.client.ray.is_connected())
 
 
 def _use_token() -> None:

@@ -9,7 +9,8 @@ from it and gives back the results.
 Two exchanges are under way at most times: while one thread of the process runs what its exchange
 brought, another's waits in the relay for the next.
 
-A frame travels as bytes, or as a list of bytes and buffers.  ``None`` in place of a reply says
+A frame travels as bytes, or as a list of bytes and buffers.  To and from a process that uses Ray
+Client, whose pickles have no buffers, it is a tuple of bytes.  ``None`` in place of a reply says
 that it comes later, by the caller's own ``deliver``: so replies that wait for something never
 hold a thread, and any number of calls can be open.
 """
@@ -28,7 +29,7 @@ from rayrpc._runtime.messages import Frame
 
 __all__ = ["DEFERRED", "RELAY_GROUPS", "Relay", "Wire", "from_wire", "to_wire"]
 
-#: bytes, or a list of bytes and buffers
+#: bytes, a list of bytes and buffers, or a tuple of bytes
 Wire = Any
 
 DEFERRED = None
@@ -37,9 +38,16 @@ DEFERRED = None
 RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4}
 
 
-def to_wire(frame: Frame) -> Wire:
-    """Return what Ray sends fastest: plain bytes where there are no buffers."""
+def to_wire(frame: Frame, plain: bool = False) -> Wire:
+    """Return what Ray sends fastest: plain bytes where there are no buffers.
+
+    Args:
+        frame: to send.
+        plain: Ray Client is on the way.
+    """
     head = frame.pack()
+    if plain:
+        return _plain([head, *frame.buffers])
     if not frame.buffers:
         return head
     return [head, *(b if isinstance(b, pickle.PickleBuffer) else pickle.PickleBuffer(b)
@@ -53,11 +61,15 @@ def from_wire(wire: Wire) -> Frame:
     return Frame.unpack(wire[0], wire[1:])
 
 
-def passed_on(wire: Wire) -> Wire:
+def passed_on(wire: Wire, plain: bool = False) -> Wire:
     """Return a received wire in a form that Ray sends again."""
     if isinstance(wire, list):
-        return [wire[0], *map(pickle.PickleBuffer, wire[1:])]
+        return _plain(wire) if plain else [wire[0], *map(pickle.PickleBuffer, wire[1:])]
     return wire
+
+
+def _plain(parts: list[Any]) -> tuple[bytes, ...]:
+    return tuple(bytes(part) for part in parts)
 
 
 class Watch:
@@ -98,10 +110,12 @@ class Relay:
         worker (str): the name of the worker that it stands for.
         joined (None): comes when the worker has joined its group; Ray starts no actor before
             its arguments are there.
+        plain (bool): the process uses Ray Client.
     """
 
-    def __init__(self, worker: str, joined: None) -> None:
+    def __init__(self, worker: str, joined: None, plain: bool) -> None:
         self._worker = worker
+        self._plain = plain
         self._inbox: queue.SimpleQueue[tuple[str, int | None, Wire]] = queue.SimpleQueue()
         self._held: dict[int, _Held] = {}
         self._count = 0
@@ -123,7 +137,7 @@ class Relay:
                 self._count += 1
                 number = self._count
                 held = self._held[number] = _Held()
-        wire = passed_on(wire)
+        wire = passed_on(wire, self._plain)
         if held is None:
             self._inbox.put(("call", None, wire))
             return DEFERRED
@@ -136,7 +150,7 @@ class Relay:
     @ray.method(concurrency_group="system")
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Pass the late reply to a call of the process."""
-        self._inbox.put(("reply", call_id, passed_on(wire)))
+        self._inbox.put(("reply", call_id, passed_on(wire, self._plain)))
 
     @ray.method(concurrency_group="poll")
     def exchange(self, results: list[tuple[int, Wire]]) -> list[tuple[str, int | None, Wire]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rayrpc._transports.ray_cluster import through_client
 from rayrpc.config import Settings, WorkerResources
 from rayrpc.errors import PlacementError
 
@@ -23,7 +24,7 @@ __all__ = [
 
 def this_node() -> str:
     """Return the id of this process's node; empty if it is not on one (Ray Client)."""
-    if ray.util.client.ray.is_connected():
+    if through_client():
         return ""
     return str(ray.get_runtime_context().get_node_id())
 
