@@ -235,8 +235,12 @@ class Settings:
         "Group to join when `init_method` names none; workers then need no `MASTER_ADDR`, "
         "`MASTER_PORT` or `RANK`.",
     )
-    transport: Literal["auto", "ray"] = _key(
-        "auto", _choice("auto", "ray"), "How calls travel: `ray`, or `auto` to let rayrpc pick."
+    transport: Literal["auto", "direct", "ray"] = _key(
+        "auto",
+        _choice("auto", "direct", "ray"),
+        "How calls travel. `direct`: on connections between the workers, large tensors by Ray's "
+        "object store. `ray`: as actor calls. `auto`: directly where that is possible, else as "
+        "actor calls.",
     )
     rpc_timeout: float = _key(
         60.0, _SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float

@@ -101,10 +101,11 @@ class Agent:
             hooks,
         )
         self._version = snapshot.version
+        self._secret = snapshot.secret
 
     def start(self) -> None:
         """Serve calls, and follow the group, from now on."""
-        self._transport.start(self.callee.serve, self.find)
+        self._transport.start(self.callee.serve, self.find, self._secret)
         self._directory.follow(self._version, self._apply)
 
     # -- who is there -------------------------------------------------------------------------

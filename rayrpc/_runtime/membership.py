@@ -62,12 +62,21 @@ class Change(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What an admitted member starts with."""
+    """What an admitted member starts with.
+
+    Args:
+        session (int): number of the session.
+        me (Member): the member, its id filled in.
+        members (list[Member]): all of them.
+        version (int): how many changes these include.
+        secret (bytes): what members prove to one another that they know; empty if nobody asks.
+    """
 
     session: int
     me: Member
     members: list[Member]
     version: int
+    secret: bytes = b""
 
 
 class Admitted(NamedTuple):

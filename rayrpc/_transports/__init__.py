@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
+
+from rayrpc.errors import ClusterError
 
 if TYPE_CHECKING:
     from rayrpc._transports.base import Directory, Transport
     from rayrpc.config import Settings
 
 __all__ = ["open_transport"]
-
-logger = logging.getLogger(__name__)
 
 
 def open_transport(
@@ -32,16 +31,27 @@ def open_transport(
         ClusterError: no Ray cluster can be reached or started.
         GroupError: the directory cannot be reached or started.
     """
-    from rayrpc._transports.ray_cluster import connect
+    from rayrpc._transports.ray_cluster import connect, through_client
 
     connect(settings)
     from rayrpc._transports.ray_actor import RayTransport
     from rayrpc._transports.ray_directory import RayDirectory
 
-    logger.debug("worker %s: transport %s is ray", worker, settings.transport)
     directory = RayDirectory(key, settings.namespace)
     # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory alone, so
     # that starts first, and the relays when the group is complete.
     directory.reach(settings.init_timeout)
     transport = RayTransport(worker, token, settings.namespace, lambda: directory.decided(token))
-    return transport, directory
+    if settings.transport == "ray":
+        return transport, directory
+    if through_client():
+        if settings.transport == "direct":
+            transport.close()
+            raise ClusterError(
+                f"worker {worker!r} is outside of the cluster (Ray Client), where no peer can be "
+                "reached directly; set transport to auto or ray"
+            )
+        return transport, directory
+    from rayrpc._transports.direct import DirectTransport
+
+    return DirectTransport(transport, token, only=settings.transport == "direct"), directory

@@ -179,12 +179,15 @@ class Transport(abc.ABC):
         return ""
 
     @abc.abstractmethod
-    def start(self, serve: Serve, find: Callable[[int], Member | None]) -> None:
+    def start(
+        self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
+    ) -> None:
         """Serve calls from now on.
 
         Args:
             serve: answers a frame; it may block as long as the user's function does.
             find: returns the peer with a worker id, if it is in the group.
+            secret: what only members of the group know.
         """
 
     @abc.abstractmethod

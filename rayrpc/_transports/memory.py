@@ -54,7 +54,9 @@ class MemoryTransport(Transport):
     def address(self) -> Any:
         return self._address
 
-    def start(self, serve: Serve, find: Callable[[int], Member | None]) -> None:
+    def start(
+        self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
+    ) -> None:
         self._hub.serving[self._address] = serve
 
     def call(self, peer: Member, frame: Frame) -> Pending:

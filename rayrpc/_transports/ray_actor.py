@@ -34,6 +34,7 @@ from rayrpc._transports.ray_cluster import through_client
 from rayrpc._transports.ray_standins import (
     DEFERRED,
     RELAY_GROUPS,
+    Address,
     Relay,
     Watch,
     Wire,
@@ -101,7 +102,7 @@ class _RayPending(Pending):
 
     def _late(self) -> PendingReply:
         if self._reply is None:
-            self._reply = self._transport._late(self._call_id, self._peer)
+            self._reply = self._transport.late(self._call_id, self._peer)
         return self._reply
 
     def wait(self, timeout: float | None) -> Frame:
@@ -245,14 +246,16 @@ class RayTransport(Transport):
         )
 
     @property
-    def address(self) -> Any:
-        return self._address
+    def address(self) -> Address:
+        return Address(self._address)
 
     @property
     def node(self) -> str:
         return str(ray.util.get_node_ip_address())
 
-    def start(self, serve: Serve, find: Callable[[int], Member | None]) -> None:
+    def start(
+        self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
+    ) -> None:
         self._serve = serve
         self._find = find
         if self._hosted is not None:
@@ -262,7 +265,7 @@ class RayTransport(Transport):
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         try:
-            ref = peer.address.handle.remote(to_wire(frame, self._plain))
+            ref = peer.address.actor.handle.remote(to_wire(frame, self._plain))
         except RayError as exc:
             pending = PendingReply()
             pending.complete(Error(translate(peer, exc)))
@@ -297,7 +300,7 @@ class RayTransport(Transport):
 
     # -- replies that come later --------------------------------------------------------------
 
-    def _late(self, call_id: int, peer: Member) -> PendingReply:
+    def late(self, call_id: int, peer: Member) -> PendingReply:
         """Return where the late reply of a call is, or will be."""
         with self._lock:
             reply, _ = self._replies.pop(call_id, (None, None))
@@ -317,10 +320,10 @@ class RayTransport(Transport):
                 self._replies[call_id] = (reply, None)
         reply.complete(Value(from_wire(wire)))
 
-    def _deliver(self, frame: Frame, reply: Frame) -> None:
+    def deliver(self, frame: Frame, reply: Frame) -> None:
         peer = self._find(frame.src)
         if peer is not None and not self._closed:
-            peer.address.deliver.remote(frame.call_id, to_wire(reply, self._plain))
+            peer.address.actor.deliver.remote(frame.call_id, to_wire(reply, self._plain))
 
     # -- serving ------------------------------------------------------------------------------
 
@@ -330,7 +333,7 @@ class RayTransport(Transport):
         reply = served(self._serve, frame, may_block)
         if isinstance(reply, Deferred):
             # not from the thread that completes it: that may be one of Ray's
-            reply.on_done(lambda late: self._threads.submit(lambda: self._deliver(frame, late)))
+            reply.on_done(lambda late: self._threads.submit(lambda: self.deliver(frame, late)))
             return DEFERRED
         return to_wire(reply, plain=isinstance(wire, tuple))
 
@@ -394,7 +397,7 @@ class RayTransport(Transport):
 
     def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
         if number is None:
-            self._deliver(frame, reply)
+            self.deliver(frame, reply)
         else:
             self._give(number, to_wire(reply, self._plain))
 

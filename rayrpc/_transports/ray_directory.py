@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class DirectoryActor:
 
     def __init__(self, key: str) -> None:
         self._group = Group(key)
+        self._secret = os.urandom(32)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}
         self._gates: dict[str, asyncio.Event] = {}
         self._seen: dict[str, int] = {}  # the version that each member has applied
@@ -62,9 +64,11 @@ class DirectoryActor:
         _, decisions = self._group.join(member)
         await self._settle(decisions)
         snapshot: Snapshot | str = await answer
-        if isinstance(snapshot, Snapshot) and member.world_size is None:
+        if isinstance(snapshot, str):
+            return snapshot
+        if member.world_size is None:
             await self._all_see(member.token, snapshot.version)
-        return snapshot
+        return snapshot._replace(secret=self._secret)
 
     async def decided(self, token: str) -> None:
         """Return when the member is admitted, refused, or gone."""
@@ -149,7 +153,7 @@ class DirectoryActor:
     async def _watch(self, member: Member) -> None:
         while True:
             try:
-                await member.address.watch.remote(member.token)
+                await member.address.actor.watch.remote(member.token)
                 kind, cause = "left", ""
             except ActorUnavailableError:
                 await asyncio.sleep(0.2)  # a passing fault of the network; look again

@@ -21,13 +21,22 @@ import pickle
 import queue
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from rayrpc._runtime.messages import Frame
 
-__all__ = ["DEFERRED", "RELAY_GROUPS", "Relay", "Wire", "from_wire", "to_wire"]
+__all__ = [
+    "DEFERRED",
+    "RELAY_GROUPS",
+    "Address",
+    "LaneAddress",
+    "Relay",
+    "Wire",
+    "from_wire",
+    "to_wire",
+]
 
 #: bytes, a list of bytes and buffers, or a tuple of bytes
 Wire = Any
@@ -36,6 +45,34 @@ DEFERRED = None
 
 # Threads by concurrency group. Calls that find the last thread of "rpc" are never kept there.
 RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4}
+
+
+class LaneAddress(NamedTuple):
+    """Where a worker accepts lanes (``direct.py``).
+
+    Args:
+        node (str): Ray's id of its node.
+        unix (str): name of a UNIX socket there; empty if none.
+        host (str): address of the node.
+        port (int): for peers on other nodes; 0 if none.
+    """
+
+    node: str
+    unix: str
+    host: str
+    port: int
+
+
+class Address(NamedTuple):
+    """How peers reach a worker.
+
+    Args:
+        actor (Any): handle of its stand-in.
+        lane (LaneAddress | None): where it accepts lanes, if it does.
+    """
+
+    actor: Any
+    lane: LaneAddress | None = None
 
 
 def to_wire(frame: Frame, plain: bool = False) -> Wire:

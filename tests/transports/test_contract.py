@@ -12,7 +12,7 @@ from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.outcome import Error, Value
 from rayrpc._transports.base import Deferred
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
-from rayrpc.errors import WorkerDiedError
+from rayrpc.errors import CallError, WorkerDiedError
 
 PATIENCE = 30.0
 
@@ -40,7 +40,7 @@ def frame(call_id=1, data=b"", buffers=()):
     return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
 
 
-@pytest.fixture(params=["memory", "ray"])
+@pytest.fixture(params=["memory", "ray", "auto", "direct"])
 def sides(request):
     """A caller (id 0) and a callee (id 1)."""
     tokens = [uuid.uuid4().hex[:12] for _ in range(2)]
@@ -52,11 +52,18 @@ def sides(request):
         from rayrpc._transports.ray_actor import RayTransport
 
         transports = [RayTransport(f"side{i}", token, "contract") for i, token in enumerate(tokens)]
+        if request.param != "ray":
+            from rayrpc._transports.direct import DirectTransport
+
+            transports = [
+                DirectTransport(transport, token, only=request.param == "direct")
+                for transport, token in zip(transports, tokens, strict=True)
+            ]
     made = [Side(t, f"side{i}", i, tokens[i]) for i, t in enumerate(transports)]
     members = {side.member.id: side.member for side in made}
     for side in made:
         side.members = members
-        side.transport.start(side.serve, members.get)
+        side.transport.start(side.serve, members.get, b"secret")
     yield made
     for side in made:
         side.transport.close()
@@ -162,7 +169,8 @@ def test_the_callee_may_call_back_while_it_serves(sides):
 def test_a_call_to_a_closed_peer_says_that_it_is_gone(sides):
     caller, callee = sides
     callee.transport.close()
-    with pytest.raises(WorkerDiedError, match="side1"):
+    error = CallError if caller.transport.name == "direct" else WorkerDiedError
+    with pytest.raises(error, match="side1"):
         caller.transport.call(callee.member, frame()).wait(PATIENCE)
 
 
@@ -172,7 +180,7 @@ def test_a_peer_known_to_be_gone_ends_the_calls_that_wait_for_it(sides):
     callee.answer = lambda f: (called.set(), Deferred())[1]
     pending = caller.transport.call(callee.member, frame())
     assert called.wait(PATIENCE)
-    error = WorkerDiedError("side1", "killed")
+    error = WorkerDiedError("side1", "killed")  # the news that a directory brings
 
     def report():
         del caller.members[1]

@@ -1,0 +1,305 @@
+"""The caller's end of a lane: a connection to a peer on which this worker calls it.
+
+Nobody reads without a reason.  A thread that waits for its reply reads the connection itself if
+nobody else does (it *leads*), and gives the replies of others to them; when it has its own, one of
+those others leads.  Calls that complete by callback are read by a thread of the cache, while
+there are any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from rayrpc._runtime.membership import Member
+from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.threads import ThreadCache
+from rayrpc._transports.base import Pending
+from rayrpc._transports.lane_wire import TICK_SECONDS, Inbox, Message, Outbox, to_parts
+
+__all__ = ["Lane", "LaneCall", "LaneOwner"]
+
+logger = logging.getLogger(__name__)
+
+
+class LaneOwner(Protocol):
+    """What a lane needs of the transport that opened it."""
+
+    def connect(self, peer: Member) -> socket.socket:
+        """Return an authenticated connection; raise OSError or RpcError if there is none."""
+
+    def reroute(self, call: LaneCall, reason: str) -> None:
+        """Take a call that certainly was not sent."""
+
+    def lost_lane(self, lane: Lane, reason: str) -> None:
+        """Take note that a lane ended; its calls that were sent wait for ``Lane.fail``."""
+
+    def other_way(self, call: LaneCall) -> Pending:
+        """Return where the reply comes that the lane only announced."""
+
+
+class LaneCall(Pending):
+    """A call on a lane."""
+
+    __slots__ = ("_callback", "_gate", "_lane", "_other", "_promoted", "_reply", "frame", "id")
+
+    def __init__(self, lane: Lane, frame: Frame) -> None:
+        self._lane = lane
+        self.id = frame.call_id
+        self.frame: Frame | None = frame  # until it is sent
+        self._reply: Message | Error | None = None
+        self._other: Pending | None = None
+        self._callback: Callable[[Outcome[Frame]], None] | None = None
+        self._gate: threading.Lock | None = None  # what a thread that waits is held by
+        self._promoted = False
+
+    @property
+    def peer(self) -> Member:
+        """Whom it is for."""
+        return self._lane.peer
+
+    def go_by(self, other: Pending) -> None:
+        """Let the reply come from another pending call."""
+        self._lane._complete(self, None, other)
+
+    def wait(self, timeout: float | None) -> Frame:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._reply is None and self._other is None:
+            self._lane._wait(self, deadline)
+        reply = self._reply
+        if isinstance(reply, Message) and reply.head:
+            return reply.frame()
+        if isinstance(reply, Error):
+            reply.unwrap()
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self._elsewhere().wait(left)
+
+    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+        if self._lane._call_back(self, callback):
+            self._report(callback)
+
+    def _elsewhere(self) -> Pending:
+        if self._other is None:
+            self._other = self._lane._owner.other_way(self)
+        return self._other
+
+    def _report(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+        reply = self._reply
+        if isinstance(reply, Error):
+            callback(reply)
+        elif reply is not None and reply.head:
+            callback(Value(reply.frame()))
+        else:
+            self._elsewhere().on_done(callback)
+
+
+class Lane:
+    """Call one peer.
+
+    The connection is made in a thread of the cache; calls wait for it.
+
+    Args:
+        peer (Member): the callee.
+        owner (LaneOwner): the transport.
+        threads (ThreadCache): for connecting, reading, and what cannot be sent at once.
+    """
+
+    def __init__(self, peer: Member, owner: LaneOwner, threads: ThreadCache) -> None:
+        self.peer = peer
+        self._owner = owner
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._calls: dict[int, LaneCall] = {}
+        self._followers: dict[LaneCall, None] = {}
+        self._callbacks = 0  # how many calls complete by callback
+        self._leading = True  # the thread that connects
+        self._broken = False
+        self._connection: socket.socket | None = None
+        self._inbox: Inbox | None = None
+        self._outbox: Outbox | None = None
+        threads.submit(self._connect)
+
+    # -- calling ------------------------------------------------------------------------------
+
+    def call(self, frame: Frame) -> LaneCall | None:
+        """Send a frame; return None if the lane has ended."""
+        call = LaneCall(self, frame)
+        with self._lock:
+            if self._broken:
+                return None
+            self._calls[call.id] = call
+            outbox = self._outbox
+        if outbox is not None:
+            outbox.send(call.id, to_parts(call.id, frame))
+            if outbox.is_empty:
+                call.frame = None
+        return call
+
+    def fail(self, error: BaseException) -> None:
+        """End the lane and its calls."""
+        with self._lock:
+            self._broken = True
+            calls = list(self._calls.values())
+            self._calls.clear()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+        for call in calls:
+            self._complete(call, Error(error), None)
+
+    def close_after_fork(self) -> None:
+        """Close the descriptor that a forked child inherited."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connect(self) -> None:
+        try:
+            connection = self._owner.connect(self.peer)
+        except Exception as exc:
+            self._end(f"no connection could be made ({exc})", self._calls)
+            return
+        outbox = Outbox(connection, self._threads, self._unsent)
+        with self._lock:
+            self._connection = connection
+            self._inbox = Inbox(connection)
+            waiting = list(self._calls.values())
+            self._outbox = outbox
+            broken = self._broken
+        if broken:
+            connection.close()
+            return
+        for call in waiting:
+            frame = call.frame
+            if frame is not None:
+                outbox.send(call.id, to_parts(call.id, frame))
+        self._step_down()
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def _wait(self, call: LaneCall, deadline: float | None) -> None:
+        while True:
+            with self._lock:
+                if call._reply is not None or call._other is not None:
+                    return
+                lead = not (self._leading or self._broken)
+                if lead:
+                    self._leading = True
+                else:
+                    gate = call._gate = threading.Lock()
+                    gate.acquire()
+                    self._followers[call] = None
+            if not lead:
+                lead = self._follow(call, gate, deadline)
+            if lead:
+                try:
+                    self._lead(call, deadline)
+                finally:
+                    self._step_down()
+
+    def _follow(self, call: LaneCall, gate: threading.Lock, deadline: float | None) -> bool:
+        """Wait until the reply is there, or it is our turn to lead: then return True."""
+        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        opened = gate.acquire(timeout=left)
+        with self._lock:
+            self._followers.pop(call, None)
+            call._gate = None
+            promoted, call._promoted = call._promoted, False
+            if not opened and not promoted and call._reply is None and call._other is None:
+                raise TimeoutError
+        return promoted
+
+    def _lead(self, call: LaneCall, deadline: float | None) -> None:
+        """Read until the reply of ``call`` is there, or the lane ends."""
+        inbox = self._inbox
+        assert inbox is not None
+        while call._reply is None and call._other is None:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left < TICK_SECONDS and not inbox.wait(max(0.0, left)):
+                    raise TimeoutError
+            if not self._read(inbox):
+                return
+
+    def _step_down(self) -> None:
+        with self._lock:
+            for follower in self._followers:
+                if follower._reply is None and not follower._promoted and not self._broken:
+                    follower._promoted = True
+                    assert follower._gate is not None
+                    follower._gate.release()
+                    return
+            if not self._callbacks or self._broken:
+                self._leading = False
+                return
+        self._threads.submit(self._lead_for_callbacks)
+
+    def _lead_for_callbacks(self) -> None:
+        inbox = self._inbox
+        assert inbox is not None
+        while self._callbacks and self._read(inbox):
+            pass
+        self._step_down()
+
+    def _call_back(self, call: LaneCall, callback: Callable[[Outcome[Frame]], None]) -> bool:
+        """Note a callback; return True if it may run at once."""
+        with self._lock:
+            if call._reply is not None or call._other is not None:
+                return True
+            call._callback = callback
+            self._callbacks += 1
+            if self._leading or self._broken:
+                return False
+            self._leading = True
+        self._threads.submit(self._lead_for_callbacks)
+        return False
+
+    def _read(self, inbox: Inbox) -> bool:
+        """Read one message, or a tick without one; return False if the lane has ended."""
+        try:
+            message = inbox.read()
+        except TimeoutError:
+            return not self._broken
+        except EOFError as exc:
+            self._end(f"its connection was cut ({exc})")
+            return False
+        call = self._calls.pop(message.call_id, None)
+        if call is not None:
+            self._complete(call, message, None)
+        return True
+
+    def _complete(
+        self, call: LaneCall, reply: Message | Error | None, other: Pending | None
+    ) -> None:
+        with self._lock:
+            call._reply = reply
+            call._other = other
+            callback, call._callback = call._callback, None
+            if callback is not None:
+                self._callbacks -= 1
+            if call._gate is not None and not call._promoted:
+                call._gate.release()
+                call._gate = None
+        if callback is not None:
+            call._report(callback)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _unsent(self, call_ids: list[int]) -> None:
+        self._end("its connection was cut", call_ids)
+
+    def _end(self, reason: str, unsent: Iterable[int] = ()) -> None:
+        with self._lock:
+            first = not self._broken
+            self._broken = True
+            calls = [self._calls.pop(i) for i in list(unsent) if i in self._calls]
+        if first:
+            self._owner.lost_lane(self, reason)
+        for call in calls:
+            self._owner.reroute(call, reason)

@@ -1,0 +1,207 @@
+"""The callee's end of lanes: listen, let members in, serve their calls.
+
+A connection has one thread that reads, and some that run what was read.  The thread that read a
+call runs it, while another takes over the reading: so no call waits for a hand-over, and none for
+another call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.threads import ThreadCache
+from rayrpc._transports.base import Deferred, Serve, served
+from rayrpc._transports.lane_auth import Greeting
+from rayrpc._transports.lane_door import Door
+from rayrpc._transports.lane_wire import Inbox, Message, Outbox, prepare, to_parts
+
+__all__ = ["LaneServer"]
+
+logger = logging.getLogger(__name__)
+
+# How long a thread that has nothing to do stays with its connection.
+IDLE_SECONDS = 10.0
+
+# Called with a frame and its reply; returns True if it sends the reply by another way.
+OtherWay = Callable[[Frame, Frame], bool]
+
+
+class LaneServer:
+    """Accept lanes of members of the group.
+
+    Args:
+        token (str): of this worker's membership.
+        host (str): address of this node, to listen at for other nodes; empty: for none.
+        threads (ThreadCache): runs the connections.
+    """
+
+    def __init__(self, token: str, host: str, threads: ThreadCache) -> None:
+        self._token = token
+        self._threads = threads
+        self._secret = b""
+        self._serve: Serve | None = None
+        self._other_way: OtherWay = lambda frame, reply: False
+        self._listeners: list[socket.socket] = []
+        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._door: Door | None = None
+        #: name of the UNIX socket (in Linux's abstract namespace), empty if there is none
+        self.unix = ""
+        #: port on ``host``, 0 if there is none
+        self.port = 0
+        if hasattr(socket, "AF_UNIX") and _has_abstract_names():
+            self.unix = f"rayrpc-{token}"
+            self._listen(socket.AF_UNIX, "\0" + self.unix)
+        if host:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.port = self._listen(family, (host, 0)).getsockname()[1]
+
+    def _listen(self, family: int, address: object) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listeners.append(listener)
+        listener.bind(address)  # type: ignore[arg-type]
+        listener.listen(1024)
+        listener.setblocking(False)
+        return listener
+
+    def start(self, secret: bytes, serve: Serve, other_way: OtherWay) -> None:
+        """Let in who knows the secret, and serve its calls."""
+        self._secret = secret
+        self._serve = serve
+        self._other_way = other_way
+        self._door = Door(
+            self._listeners, lambda: Greeting(self._secret, self._token), self._welcome
+        )
+
+    def close(self, patience: float) -> None:
+        """Stop; let replies that are under way go out, for ``patience`` seconds at most."""
+        self._close_listeners(Door.close)
+        end = time.monotonic() + patience
+        connections = list(self._connections)
+        while any(c.is_busy for c in connections) and time.monotonic() < end:
+            time.sleep(0.002)
+        for connection in connections:
+            connection.close()
+
+    def close_after_fork(self) -> None:
+        """Close the descriptors that a forked child inherited: else peers see no end of them."""
+        for connection in list(self._connections):
+            connection.socket.close()
+        self._close_listeners(Door.close_after_fork)
+
+    def _close_listeners(self, close_door: Callable[[Door], None]) -> None:
+        if self._door is not None:
+            close_door(self._door)
+        for listener in self._listeners:
+            listener.close()
+
+    def _welcome(self, member: socket.socket) -> None:
+        assert self._serve is not None
+        prepare(member)
+        self._connections.add(_Connection(member, self._serve, self._other_way, self._threads))
+
+
+def _has_abstract_names() -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind("")  # Linux picks an abstract name
+        except OSError:
+            return False
+        return bool(probe.getsockname())
+
+
+class _Connection:
+    """Serve one peer's calls.
+
+    Args:
+        connection (socket): authenticated and prepared.
+        serve (Serve): answers frames.
+        other_way (OtherWay): takes replies that are too large for a lane.
+        threads (ThreadCache): where the threads come from.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        serve: Serve,
+        other_way: OtherWay,
+        threads: ThreadCache,
+    ) -> None:
+        self.socket = connection
+        self._serve = serve
+        self._other_way = other_way
+        self._threads = threads
+        self._inbox = Inbox(connection)
+        self._outbox = Outbox(connection, threads, lambda unsent: None)
+        self._reading = threading.Lock()
+        self._counting = threading.Lock()
+        self._count = 1  # threads
+        self._running: set[int] = set()  # those that run a call
+        self._over = False
+        threads.submit(self._run)
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether calls run that are not this thread's own, or replies are not written."""
+        others = self._running - {threading.get_ident()}
+        return bool(others) or not self._outbox.is_empty
+
+    def close(self) -> None:
+        """End it."""
+        self._over = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while (message := self._next(me)) is not None:
+            try:
+                self._answer(message)
+            finally:
+                self._running.discard(me)
+            del message
+
+    def _next(self, me: int) -> Message | None:
+        """Return the next call, once another thread is there to read on; None: leave."""
+        while not self._reading.acquire(timeout=IDLE_SECONDS):
+            with self._counting:
+                if self._count - len(self._running) > 2:  # who reads, this one, and another
+                    self._count -= 1
+                    return None
+        try:
+            while not self._over:
+                try:
+                    message = self._inbox.read()
+                except TimeoutError:
+                    continue
+                with self._counting:
+                    self._running.add(me)
+                    alone = len(self._running) >= self._count
+                    self._count += alone
+                if alone:
+                    self._threads.submit(self._run)
+                return message
+        except EOFError:
+            self._over = True
+        finally:
+            self._reading.release()
+        self.socket.close()
+        return None
+
+    def _answer(self, message: Message) -> None:
+        frame = message.frame()
+        reply = served(self._serve, frame)
+        if isinstance(reply, Deferred):
+            reply.on_done(lambda late: self._send(frame, late))
+        else:
+            self._send(frame, reply)
+
+    def _send(self, frame: Frame, reply: Frame) -> None:
+        elsewhere = self._other_way(frame, reply)
+        self._outbox.send(frame.call_id, to_parts(frame.call_id, None if elsewhere else reply))
