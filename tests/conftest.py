@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,7 +91,11 @@ class Run:
         try:
             status = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # Python then writes what its threads do
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
             self.process.kill()
+            self._reader.join(5)
             pytest.fail(f"no end after {timeout} s; the output is:\n{self.output}")
         self._reader.join(5)
         return status
@@ -103,6 +108,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     def start_one(*arguments: str, **environ: str | None) -> Run:
         full = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        full["PYTHONFAULTHANDLER"] = "1"
         for name, value in environ.items():
             full.pop(name, None)
             if value is not None:

@@ -3,8 +3,8 @@
 Ray stays in control: the directory gives addresses and the group's secret, the watch of every
 stand-in tells who died, and what cannot go directly goes by the ``RayTransport`` inside.
 
-    call ─┬─ lane to the peer ──> its LaneServer          (UNIX socket on one node, else TCP)
-          └─ RayTransport ──────> its stand-in            (large, or no lane to be had)
+    call ─┬─ lane to the peer ──> its LaneServer          (on one node: UNIX socket, shared memory)
+          └─ RayTransport ──────> its stand-in            (no lane to be had, or large and far)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONNECT_SECONDS = 5.0
 CONNECT_TRIES = 3
 # How long a lane that was cut waits for the news that its peer died.
 NEWS_SECONDS = 1.0
-# Frames with more bytes in their buffers go by the object store: it copies faster.
+# Frames to other nodes with more bytes in their buffers go by the object store: it copies faster.
 BULK_BYTES = 1 << 20
 
 
@@ -106,9 +106,9 @@ class DirectTransport(Transport):
         way = self._peers.get(peer.token)
         if way is None:
             way = self._open(peer)
-        if frame.buffers and _size(frame) > BULK_BYTES:
-            return self._ray.call(peer, frame)
         if way.lane is not None:
+            if frame.buffers and not self._is_near(peer) and _size(frame) > BULK_BYTES:
+                return self._ray.call(peer, frame)
             call = way.lane.call(frame)
             if call is not None:
                 return call
@@ -181,11 +181,12 @@ class DirectTransport(Transport):
     def connect(self, peer: Member) -> socket.socket:
         """Return a connection to a peer that has proved who it is."""
         to: LaneAddress = peer.address.lane
+        near = self._is_near(peer)
         deadline = time.monotonic() + CONNECT_SECONDS
         tries = 0
         while True:
             try:
-                return self._connect_once(to, peer.token, deadline)
+                return self._connect_once(to, near, peer.token, deadline)
             except BlockingIOError:  # many are at the door
                 if time.monotonic() > deadline:
                     raise
@@ -195,8 +196,10 @@ class DirectTransport(Transport):
                     raise
             time.sleep(0.02)
 
-    def _connect_once(self, to: LaneAddress, token: str, deadline: float) -> socket.socket:
-        if to.node == self._node and to.unix:
+    def _connect_once(
+        self, to: LaneAddress, near: bool, token: str, deadline: float
+    ) -> socket.socket:
+        if near:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             address: object = "\0" + to.unix
         else:
@@ -237,6 +240,11 @@ class DirectTransport(Transport):
         if not self._closed:
             logger.info("calls to %s go %s: %s", peer.name, self._else(), reason)
         self._threads.submit(lambda: self._fail_without_news(lane, reason))
+
+    def _is_near(self, peer: Member) -> bool:
+        """Tell whether a peer is on this node, and reached by a UNIX socket."""
+        to: LaneAddress = peer.address.lane
+        return to.node == self._node and bool(to.unix and self._server.unix)
 
     def _else(self) -> str:
         return "nowhere" if self._only else "by Ray"

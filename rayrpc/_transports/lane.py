@@ -8,7 +8,6 @@ there are any.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -21,7 +20,8 @@ from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.base import Pending
-from rayrpc._transports.lane_wire import TICK_SECONDS, Inbox, Message, Outbox, to_parts
+from rayrpc._transports.lane_stream import Stream
+from rayrpc._transports.lane_wire import TICK_SECONDS, Message
 
 __all__ = ["Lane", "LaneCall", "LaneOwner"]
 
@@ -120,9 +120,7 @@ class Lane:
         self._callbacks = 0  # how many calls complete by callback
         self._leading = True  # the thread that connects
         self._broken = False
-        self._connection: socket.socket | None = None
-        self._inbox: Inbox | None = None
-        self._outbox: Outbox | None = None
+        self._stream: Stream | None = None
         threads.submit(self._connect)
 
     # -- calling ------------------------------------------------------------------------------
@@ -134,10 +132,10 @@ class Lane:
             if self._broken:
                 return None
             self._calls[call.id] = call
-            outbox = self._outbox
-        if outbox is not None:
-            outbox.send(call.id, to_parts(call.id, frame))
-            if outbox.is_empty:
+            stream = self._stream
+        if stream is not None:
+            stream.send(call.id, frame)
+            if stream.is_idle:
                 call.frame = None
         return call
 
@@ -147,17 +145,15 @@ class Lane:
             self._broken = True
             calls = list(self._calls.values())
             self._calls.clear()
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
-            self._connection.close()
+        if self._stream is not None:
+            self._stream.close()
         for call in calls:
             self._complete(call, Error(error), None)
 
     def close_after_fork(self) -> None:
         """Close the descriptor that a forked child inherited."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._stream is not None:
+            self._stream.connection.close()
 
     def _connect(self) -> None:
         try:
@@ -165,20 +161,18 @@ class Lane:
         except Exception as exc:
             self._end(f"no connection could be made ({exc})", self._calls)
             return
-        outbox = Outbox(connection, self._threads, self._unsent)
+        stream = Stream(connection, self._threads, self._unsent)
         with self._lock:
-            self._connection = connection
-            self._inbox = Inbox(connection)
+            self._stream = stream
             waiting = list(self._calls.values())
-            self._outbox = outbox
             broken = self._broken
         if broken:
-            connection.close()
+            stream.close()
             return
         for call in waiting:
             frame = call.frame
             if frame is not None:
-                outbox.send(call.id, to_parts(call.id, frame))
+                stream.send(call.id, frame)
         self._step_down()
 
     # -- waiting ------------------------------------------------------------------------------
@@ -217,14 +211,14 @@ class Lane:
 
     def _lead(self, call: LaneCall, deadline: float | None) -> None:
         """Read until the reply of ``call`` is there, or the lane ends."""
-        inbox = self._inbox
-        assert inbox is not None
+        stream = self._stream
+        assert stream is not None
         while call._reply is None and call._other is None:
             if deadline is not None:
                 left = deadline - time.monotonic()
-                if left < TICK_SECONDS and not inbox.wait(max(0.0, left)):
+                if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
                     raise TimeoutError
-            if not self._read(inbox):
+            if not self._read(stream):
                 return
 
     def _step_down(self) -> None:
@@ -241,9 +235,9 @@ class Lane:
         self._threads.submit(self._lead_for_callbacks)
 
     def _lead_for_callbacks(self) -> None:
-        inbox = self._inbox
-        assert inbox is not None
-        while self._callbacks and self._read(inbox):
+        stream = self._stream
+        assert stream is not None
+        while self._callbacks and self._read(stream):
             pass
         self._step_down()
 
@@ -260,16 +254,16 @@ class Lane:
         self._threads.submit(self._lead_for_callbacks)
         return False
 
-    def _read(self, inbox: Inbox) -> bool:
+    def _read(self, stream: Stream) -> bool:
         """Read one message, or a tick without one; return False if the lane has ended."""
         try:
-            message = inbox.read()
+            message = stream.read()
         except TimeoutError:
             return not self._broken
         except EOFError as exc:
             self._end(f"its connection was cut ({exc})")
             return False
-        call = self._calls.pop(message.call_id, None)
+        call = self._calls.pop(message.number, None)
         if call is not None:
             self._complete(call, message, None)
         return True

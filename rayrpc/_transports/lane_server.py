@@ -20,7 +20,8 @@ from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.base import Deferred, Serve, served
 from rayrpc._transports.lane_auth import Greeting
 from rayrpc._transports.lane_door import Door
-from rayrpc._transports.lane_wire import Inbox, Message, Outbox, prepare, to_parts
+from rayrpc._transports.lane_stream import Stream
+from rayrpc._transports.lane_wire import prepare
 
 __all__ = ["LaneServer"]
 
@@ -137,8 +138,7 @@ class _Connection:
         self._serve = serve
         self._other_way = other_way
         self._threads = threads
-        self._inbox = Inbox(connection)
-        self._outbox = Outbox(connection, threads, lambda unsent: None)
+        self._stream = Stream(connection, threads, lambda unsent: None)
         self._reading = threading.Lock()
         self._counting = threading.Lock()
         self._count = 1  # threads
@@ -150,7 +150,7 @@ class _Connection:
     def is_busy(self) -> bool:
         """Tell whether calls run that are not this thread's own, or replies are not written."""
         others = self._running - {threading.get_ident()}
-        return bool(others) or not self._outbox.is_empty
+        return bool(others) or not self._stream.is_idle
 
     def close(self) -> None:
         """End it."""
@@ -160,14 +160,14 @@ class _Connection:
 
     def _run(self) -> None:
         me = threading.get_ident()
-        while (message := self._next(me)) is not None:
+        while (frame := self._next(me)) is not None:
             try:
-                self._answer(message)
+                self._answer(frame)
             finally:
                 self._running.discard(me)
-            del message
+            del frame
 
-    def _next(self, me: int) -> Message | None:
+    def _next(self, me: int) -> Frame | None:
         """Return the next call, once another thread is there to read on; None: leave."""
         while not self._reading.acquire(timeout=IDLE_SECONDS):
             with self._counting:
@@ -177,7 +177,7 @@ class _Connection:
         try:
             while not self._over:
                 try:
-                    message = self._inbox.read()
+                    message = self._stream.read()
                 except TimeoutError:
                     continue
                 with self._counting:
@@ -186,16 +186,15 @@ class _Connection:
                     self._count += alone
                 if alone:
                     self._threads.submit(self._run)
-                return message
+                return message.frame()
         except EOFError:
             self._over = True
         finally:
             self._reading.release()
-        self.socket.close()
+        self._stream.close()
         return None
 
-    def _answer(self, message: Message) -> None:
-        frame = message.frame()
+    def _answer(self, frame: Frame) -> None:
         reply = served(self._serve, frame)
         if isinstance(reply, Deferred):
             reply.on_done(lambda late: self._send(frame, late))
@@ -203,5 +202,5 @@ class _Connection:
             self._send(frame, reply)
 
     def _send(self, frame: Frame, reply: Frame) -> None:
-        elsewhere = self._other_way(frame, reply)
-        self._outbox.send(frame.call_id, to_parts(frame.call_id, None if elsewhere else reply))
+        elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
+        self._stream.send(frame.call_id, None if elsewhere else reply)

@@ -1,9 +1,11 @@
-"""Messages on a stream: how they lie there, and how they are read and written.
+"""Messages on a connection: how they lie there, and how they are read and written.
 
-    call id (8) | length of what follows (8) | length of the head (4) | number of buffers (4)
-    a length (8) for each buffer | head | buffers
+    number (8) | length of what follows (8) | length of the head (4) | kind and count (4)
+    a length (8) for each buffer | where they lie (16), if not here | head | buffers, if here
 
-The head is a packed ``Frame``; an empty one says that the reply comes by another way.
+The number is the call's, the head a packed ``Frame``; an empty one says that the reply comes by
+another way.  Beside messages, there are notes on a segment of shared memory, which have no more
+than a number: the receiver needs it no longer, or the sender has let go of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ from typing import Any, NamedTuple
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.threads import ThreadCache
 
-__all__ = ["Inbox", "Message", "Outbox", "prepare", "to_parts"]
+__all__ = [
+    "DROPPED",
+    "UNUSED",
+    "Inbox",
+    "Message",
+    "Outbox",
+    "Place",
+    "message_parts",
+    "note_part",
+    "prepare",
+    "shared_parts",
+]
 
 _PREFIX = struct.Struct("<QQII")
 
@@ -35,28 +48,57 @@ SEND_PATIENCE = 0.02
 PARTS_AT_ONCE = 512
 
 
-class Message(NamedTuple):
-    """What arrived."""
+# Kinds, in the bits above the count of buffers.
+SHARED = 1 << 31  # a message whose buffers lie in shared memory
+UNUSED = 1 << 30  # a note: nothing lies in this segment of yours any more
+DROPPED = 1 << 29  # a note: this segment of mine will not be used again
+_COUNT = DROPPED - 1
 
-    call_id: int
+
+class Place(NamedTuple):
+    """Where the buffers of a message lie: a segment's number and capacity, and their lengths."""
+
+    segment: int
+    capacity: int
+    lengths: tuple[int, ...]
+
+
+class Message(NamedTuple):
+    """What arrived: a message, or (``note`` is set) a note on the segment ``number``."""
+
+    number: int
     head: bytes
     buffers: list[Any]
+    place: Place | None = None
+    note: int = 0
 
     def frame(self) -> Frame:
         """Return the frame in it."""
         return Frame.unpack(self.head, self.buffers)
 
 
-def to_parts(call_id: int, frame: Frame | None) -> list[Any]:
-    """Return what to write for a frame, or for the note that it comes by another way."""
-    head = b"" if frame is None else frame.pack()
-    if frame is None or not frame.buffers:
+def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[Any]:
+    """Return what to write for a message with its buffers."""
+    if not views:
         return [_PREFIX.pack(call_id, len(head), len(head), 0) + head]
-    views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
     lengths = [view.nbytes for view in views]
     sizes = struct.pack(f"<{len(views)}Q", *lengths)
     rest = len(sizes) + len(head) + sum(lengths)
-    return [_PREFIX.pack(call_id, rest, len(head), len(views)) + sizes + head, *filter(len, views)]
+    front = _PREFIX.pack(call_id, rest, len(head), len(views)) + sizes + head
+    return [front, *filter(len, views)]
+
+
+def shared_parts(call_id: int, head: bytes, place: Place) -> list[Any]:
+    """Return what to write for a message whose buffers lie in shared memory."""
+    count = len(place.lengths)
+    front = struct.pack(f"<{count + 2}Q", *place.lengths, place.segment, place.capacity)
+    prefix = _PREFIX.pack(call_id, len(front) + len(head), len(head), count | SHARED)
+    return [prefix + front + head]
+
+
+def note_part(number: int, note: int) -> bytes:
+    """Return what to write for a note on a segment."""
+    return _PREFIX.pack(number, 0, 0, note)
 
 
 def prepare(connection: socket.socket) -> None:
@@ -69,29 +111,58 @@ def prepare(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+class _Front(NamedTuple):
+    """What the first bytes of a message say."""
+
+    number: int
+    head_length: int
+    kind: int
+
+    @property
+    def words(self) -> int:
+        """How many numbers come before the head."""
+        return (self.kind & _COUNT) + (2 if self.kind & SHARED else 0)
+
+    @property
+    def size(self) -> int:
+        """The length of numbers and head."""
+        return 8 * self.words + self.head_length
+
+    def read(self, data: Any, position: int) -> tuple[bytes, list[int], Place | None]:
+        """Return the head, the lengths of buffers that follow, and where they lie if they don't."""
+        numbers = struct.unpack_from(f"<{self.words}Q", data, position)
+        position += 8 * self.words
+        head = bytes(data[position : position + self.head_length])
+        if self.kind & SHARED:
+            *lengths, segment, capacity = numbers
+            return head, [], Place(segment, capacity, tuple(lengths))
+        return head, list(numbers), None
+
+
 class _Large:
     """A message on its way into memory of its own."""
 
-    def __init__(self, call_id: int, head_length: int, count: int) -> None:
-        self.call_id = call_id
-        self.count = count
-        self.front = bytearray(8 * count + head_length)
+    def __init__(self, front: _Front) -> None:
+        self.front = front
+        self.data = bytearray(front.size)
+        self.head = b""
+        self.place: Place | None = None
         self.buffers: list[bytearray] | None = None
-        self.todo = [memoryview(self.front)]  # the last one first
+        self.todo = [memoryview(self.data)]  # the last one first
 
     def is_whole(self) -> bool:
         """Tell whether all has arrived; make room for the buffers once their lengths have."""
         if self.todo:
             return False
         if self.buffers is None:
-            lengths = struct.unpack_from(f"<{self.count}Q", self.front)
+            self.head, lengths, self.place = self.front.read(self.data, 0)
             self.buffers = [bytearray(length) for length in lengths]
             self.todo = [memoryview(buffer) for buffer in reversed(self.buffers) if buffer]
         return not self.todo
 
     def message(self) -> Message:
         """Return it, whole."""
-        return Message(self.call_id, bytes(self.front[8 * self.count :]), self.buffers or [])
+        return Message(self.front.number, self.head, self.buffers or [], self.place)
 
 
 class Inbox:
@@ -103,6 +174,9 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._takes_descriptors = connection.family == getattr(socket, "AF_UNIX", None)
+        #: descriptors that came along with messages, in order
+        self.descriptors: collections.deque[int] = collections.deque()
         self._bytes = bytearray(CAPACITY)
         self._view = memoryview(self._bytes)
         self._start = 0
@@ -124,33 +198,34 @@ class Inbox:
         """
         if self._large is None:
             self._fill(_PREFIX.size)
-            call_id, rest, head_length, count = _PREFIX.unpack_from(self._bytes, self._start)
+            number, rest, head_length, kind = _PREFIX.unpack_from(self._bytes, self._start)
             if _PREFIX.size + rest <= CAPACITY:
                 self._fill(_PREFIX.size + rest)
-                return self._take(call_id, head_length, count)
+                self._start += _PREFIX.size
+                return self._take(number, rest, head_length, kind)
             self._start += _PREFIX.size
-            self._large = _Large(call_id, head_length, count)
+            self._large = _Large(_Front(number, head_length, kind))
         while not self._large.is_whole():
             self._fill_large(self._large)
         message = self._large.message()
         self._large = None
         return message
 
-    def _take(self, call_id: int, head_length: int, count: int) -> Message:
-        position = self._start + _PREFIX.size
-        if not count:
-            self._start = end = position + head_length
-            return Message(call_id, bytes(self._view[position:end]), [])
-        lengths = struct.unpack_from(f"<{count}Q", self._bytes, position)
-        position += 8 * count
-        head = bytes(self._view[position : position + head_length])
-        position += head_length
+    def _take(self, number: int, rest: int, head_length: int, kind: int) -> Message:
+        position = self._start
+        self._start += rest
+        if kind == 0:
+            return Message(number, bytes(self._view[position : self._start]), [])
+        if kind in (UNUSED, DROPPED):
+            return Message(number, b"", [], None, kind)
+        front = _Front(number, head_length, kind)
+        head, lengths, place = front.read(self._view, position)
+        position += front.size
         buffers = []
         for length in lengths:
             buffers.append(self._bytes[position : position + length])
             position += length
-        self._start = position
-        return Message(call_id, head, buffers)
+        return Message(number, head, buffers, place)
 
     def _fill(self, needed: int) -> None:
         have = self._end - self._start
@@ -179,7 +254,10 @@ class Inbox:
 
     def _receive(self, view: memoryview) -> int:
         try:
-            count = self._connection.recv_into(view)
+            if self._takes_descriptors:
+                count = self._receive_with_descriptors(view)
+            else:
+                count = self._connection.recv_into(view)
         except BlockingIOError:
             raise TimeoutError from None
         except OSError as exc:
@@ -187,6 +265,21 @@ class Inbox:
         if count == 0:
             raise EOFError("it was closed")
         return count
+
+    def _receive_with_descriptors(self, view: memoryview) -> int:
+        count, extra, _, _ = self._connection.recvmsg_into([view], _ROOM, _CLOSE_ON_EXEC)
+        for level, kind, data in extra:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self.descriptors.extend(memoryview(data).cast("i"))
+        return count
+
+
+class _Outgoing(NamedTuple):
+    """A message to write."""
+
+    call_id: int
+    parts: list[Any]
+    descriptor: int | None
 
 
 class Outbox:
@@ -210,7 +303,8 @@ class Outbox:
         self._connection = connection
         self._threads = threads
         self._tell_broken = broken
-        self._queue: collections.deque[tuple[int, list[Any]]] = collections.deque()
+        self._queue: collections.deque[_Outgoing] = collections.deque()
+        self._notes: collections.deque[bytes] = collections.deque()
         self._lock = threading.Lock()
         self._busy = False
         self._broken = False
@@ -220,10 +314,20 @@ class Outbox:
         """Tell whether all was written."""
         return not (self._busy or self._broken)
 
-    def send(self, call_id: int, parts: list[Any]) -> None:
-        """Write a message, or leave it to a thread that is writing."""
+    def note(self, part: bytes) -> None:
+        """Let a note go along with the next message; takes no lock."""
+        self._notes.append(part)
+
+    def send(self, call_id: int, parts: list[Any], descriptor: int | None = None) -> None:
+        """Write a message, or leave it to a thread that is writing.
+
+        Args:
+            call_id: of its call.
+            parts: what to write.
+            descriptor: goes along with it, and is this connection's until it was written.
+        """
         with self._lock:
-            self._queue.append((call_id, parts))
+            self._queue.append(_Outgoing(call_id, parts, descriptor))
             if self._busy:
                 return
             self._busy = True
@@ -236,18 +340,22 @@ class Outbox:
                     self._busy = False
                     return
                 messages = [self._queue.popleft()]
-                count = len(messages[0][1])
-                while self._queue and count + len(self._queue[0][1]) <= PARTS_AT_ONCE:
+                count = len(messages[0].parts)
+                while self._queue and count + len(self._queue[0].parts) <= PARTS_AT_ONCE:
                     messages.append(self._queue.popleft())
-                    count += len(messages[-1][1])
+                    count += len(messages[-1].parts)
+            notes = []
+            while self._notes:
+                notes.append(self._notes.popleft())
+            if notes:
+                messages.append(_Outgoing(-1, [b"".join(notes)], None))
             if not self._write(messages, 0, SEND_PATIENCE):
                 return
 
-    def _write(
-        self, messages: list[tuple[int, list[Any]]], done: int, patience: float | None
-    ) -> bool:
+    def _write(self, messages: list[_Outgoing], done: int, patience: float | None) -> bool:
         """Write messages from byte ``done`` on; return False if that is left to somebody else."""
-        parts = [part for _, message in messages for part in message]
+        parts = [part for message in messages for part in message.parts]
+        rights = [m.descriptor for m in messages if m.descriptor is not None] if not done else []
         skipped = done
         while parts:
             if skipped:
@@ -259,18 +367,27 @@ class Outbox:
                 parts[0] = memoryview(parts[0])[skipped:]
                 skipped = 0
             try:
-                skipped = self._connection.sendmsg(parts[:PARTS_AT_ONCE], (), _NO_WAIT)
+                skipped = self._send_some(parts[:PARTS_AT_ONCE], rights)
             except BlockingIOError:
+                skipped = 0
                 if not self._writable(patience):
                     self._threads.submit(functools.partial(self._go_on, messages, done))
                     return False
             except OSError:
                 self._break(messages, done)
                 return False
+            else:
+                rights = []
             done += skipped
         return True
 
-    def _go_on(self, messages: list[tuple[int, list[Any]]], done: int) -> None:
+    def _send_some(self, parts: list[Any], rights: list[int]) -> int:
+        if not rights:
+            return self._connection.sendmsg(parts, (), _NO_WAIT)
+        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(rights)}i", *rights))]
+        return self._connection.sendmsg(parts, extra, _NO_WAIT)
+
+    def _go_on(self, messages: list[_Outgoing], done: int) -> None:
         if self._write(messages, done, None):
             self._drain()
 
@@ -282,16 +399,16 @@ class Outbox:
         except (OSError, ValueError):
             return True  # it was closed; the next write says so
 
-    def _break(self, messages: list[tuple[int, list[Any]]], done: int) -> None:
+    def _break(self, messages: list[_Outgoing], done: int) -> None:
         with self._lock:
             self._broken = True
             unsent = []
             position = 0
-            for call_id, parts in messages:
+            for message in messages:
                 if position >= done:
-                    unsent.append(call_id)
-                position += sum(map(len, parts))
-            unsent += [call_id for call_id, _ in self._queue]
+                    unsent.append(message.call_id)
+                position += sum(map(len, message.parts))
+            unsent += [message.call_id for message in self._queue]
             self._queue.clear()
             self._busy = False
         with contextlib.suppress(OSError):
@@ -299,4 +416,7 @@ class Outbox:
         self._tell_broken(unsent)
 
 
+# Room for descriptors: each message brings one at most, and one read ends where another's begin.
+_ROOM = socket.CMSG_SPACE(PARTS_AT_ONCE * struct.calcsize("i"))
+_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _NO_WAIT = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)

@@ -11,13 +11,17 @@ import pytest
 from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.lane_auth import Answer, AuthenticationError, Greeting
-from rayrpc._transports.lane_wire import CAPACITY, Inbox, Outbox, prepare, to_parts
+from rayrpc._transports.lane_wire import CAPACITY, Inbox, Outbox, message_parts, prepare
 
 SECRET = b"s" * 32
 
 
 def frame(call_id, data=b"", buffers=()):
     return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
+
+
+def to_parts(call_id, frame):
+    return message_parts(call_id, frame.pack(), [memoryview(b).cast("B") for b in frame.buffers])
 
 
 @pytest.fixture
@@ -83,7 +87,7 @@ class TestReading:
         for expected in sent:
             message = read(inbox)
             got = message.frame()
-            assert (message.call_id, got.data) == (expected.call_id, expected.data)
+            assert (message.number, got.data) == (expected.call_id, expected.data)
             assert [bytes(b) for b in got.buffers] == expected.buffers
 
     def test_buffers_are_the_receivers_own_and_writable(self, ends):
@@ -113,9 +117,9 @@ class TestReading:
             inbox.read()
 
     def test_a_note_that_a_reply_comes_elsewhere_has_no_head(self, ends):
-        ends[0].sendall(to_parts(9, None)[0])
+        ends[0].sendall(message_parts(9, b"", [])[0])
         message = Inbox(ends[1]).read()
-        assert (message.call_id, message.head, message.buffers) == (9, b"", [])
+        assert (message.number, message.head, message.buffers) == (9, b"", [])
 
 
 class TestWriting:
@@ -126,7 +130,7 @@ class TestWriting:
         for thread in parts:
             thread.start()
         inbox = Inbox(ends[1])
-        got = {message.call_id: message.frame() for message in (read(inbox) for _ in sent)}
+        got = {message.number: message.frame() for message in (read(inbox) for _ in sent)}
         assert len(got) == len(sent)
         for expected in sent:
             assert [bytes(b) for b in got[expected.call_id].buffers] == expected.buffers
@@ -143,7 +147,7 @@ class TestWriting:
         assert time.monotonic() - start < 2
         assert not outbox.is_empty
         inbox = Inbox(ends[1])
-        assert [read(inbox).call_id for _ in range(40)] == list(range(40))
+        assert [read(inbox).number for _ in range(40)] == list(range(40))
 
     def test_a_cut_tells_which_messages_were_not_sent(self, ends, threads):
         broken = []

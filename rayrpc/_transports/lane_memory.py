@@ -1,0 +1,188 @@
+"""Memory that the two ends of a lane share: buffers are copied in once, and used where they lie.
+
+The sender makes segments (files without a name), and passes their descriptors along with the
+messages that use them first.  A segment holds the buffers of one message.  The receiver's tensors
+lie in it; when the last of them is gone, the receiver says so, and the sender uses the segment
+again.  Nothing has a name, so nothing is left when a process dies.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MappedSegments", "Segment", "SegmentPool", "is_supported", "room"]
+
+# Segments that are not in use are kept up to this many bytes.
+KEPT_BYTES = 256 << 20
+SMALLEST = 256 << 10
+ALIGNMENT = 64
+
+
+def is_supported() -> bool:
+    """Tell whether this system has files without a name that can be mapped."""
+    return hasattr(os, "memfd_create")
+
+
+def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return where buffers lie in a segment, and how much of it they need."""
+    starts, end = [], 0
+    for length in lengths:
+        starts.append(end)
+        end += -(-length // ALIGNMENT) * ALIGNMENT
+    return starts, end
+
+
+def room(lengths: Sequence[int]) -> int:
+    """Return how many bytes of a segment buffers need."""
+    return offsets(lengths)[1]
+
+
+def _map(descriptor: int, capacity: int) -> mmap.mmap:
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return mmap.mmap(descriptor, capacity, flags=flags)
+
+
+class Segment:
+    """A piece of memory of the sender's.
+
+    Args:
+        number (int): names it on its lane.
+        capacity (int): in bytes.
+    """
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        #: until it was passed on
+        self.descriptor: int | None = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, capacity)
+            self._map = _map(self.descriptor, capacity)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def fill(self, views: Sequence[memoryview]) -> None:
+        """Copy buffers in."""
+        target = np.frombuffer(self._map, np.uint8)
+        starts, _ = offsets([view.nbytes for view in views])
+        for start, view in zip(starts, views, strict=True):
+            source = np.frombuffer(view, np.uint8)
+            np.copyto(target[start : start + len(source)], source)
+
+    def passed(self) -> None:
+        """Close the descriptor: the receiver has its own."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.passed()
+        self._map.close()
+
+
+class SegmentPool:
+    """The sender's segments on one lane."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._used: dict[int, Segment] = {}
+        self._free: dict[int, list[Segment]] = collections.defaultdict(list)
+        self._kept = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def take(self, size: int) -> Segment:
+        """Return a segment that holds ``size`` bytes.
+
+        Raises:
+            OSError: there is no memory, or no descriptor, for another.
+        """
+        capacity = max(SMALLEST, 1 << (size - 1).bit_length())
+        with self._lock:
+            segment = self._free[capacity].pop() if self._free[capacity] else None
+            if segment is not None:
+                self._kept -= capacity
+        if segment is None:
+            segment = Segment(next(self._numbers), capacity)
+        with self._lock:
+            self._used[segment.number] = segment
+        return segment
+
+    def give_back(self, number: int) -> bool:
+        """Take back a segment; return True if it is kept, False if its memory is let go."""
+        with self._lock:
+            segment = self._used.pop(number, None)
+            if segment is None:
+                return True
+            segment.passed()
+            if self._closed or self._kept + segment.capacity > KEPT_BYTES:
+                segment.close()
+                return False
+            self._kept += segment.capacity
+            self._free[segment.capacity].append(segment)
+            return True
+
+    def close(self) -> None:
+        """Let go of all memory; what receivers have mapped stays theirs."""
+        with self._lock:
+            self._closed = True
+            for segment in [*self._used.values(), *itertools.chain(*self._free.values())]:
+                with contextlib.suppress(BufferError):  # it is just being filled
+                    segment.close()
+            self._used.clear()
+            self._free.clear()
+
+
+class MappedSegments:
+    """The receiver's view of a peer's segments.
+
+    Args:
+        unused (Callable): told the number of a segment when nothing lies in it any more; it may
+            be called at any moment, by any thread, and must not take a lock.
+    """
+
+    def __init__(self, unused: Callable[[int], None]) -> None:
+        self._unused = unused
+        self._maps: dict[int, mmap.mmap] = {}
+        self._blocks: dict[int, Any] = {}
+
+    def has(self, number: int) -> bool:
+        """Tell whether a segment is mapped."""
+        return number in self._maps
+
+    def add(self, number: int, descriptor: int, capacity: int) -> None:
+        """Map a segment; the descriptor is closed."""
+        try:
+            self._maps[number] = _map(descriptor, capacity)
+        finally:
+            os.close(descriptor)
+
+    def drop(self, number: int) -> None:
+        """Forget a segment."""
+        self._maps.pop(number, None)
+
+    def buffers(self, number: int, lengths: Sequence[int]) -> list[memoryview]:
+        """Return the buffers in a segment: writable, and this process's until they are gone."""
+        starts, size = offsets(lengths)
+        block = (ctypes.c_ubyte * size).from_buffer(self._maps[number])
+
+        def gone(_: object) -> None:
+            self._blocks.pop(number, None)
+            self._unused(number)
+
+        self._blocks[number] = weakref.ref(block, gone)
+        view = np.frombuffer(memoryview(block), np.uint8).data
+        return [view[a : a + length] for a, length in zip(starts, lengths, strict=True)]
