@@ -190,7 +190,7 @@ def test_a_wrong_value_in_the_environment_names_key_variable_value_and_what_is_v
 
 def test_a_wrong_value_in_the_arguments_names_key_value_and_what_is_valid():
     message = refusal(transport="tcp")
-    for part in ("transport", "arguments", "'tcp'", "auto, ray"):
+    for part in ("transport", "arguments", "'tcp'", "auto, direct, ray"):
         assert part in message
 
 

@@ -19,8 +19,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
-
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error
@@ -52,8 +50,8 @@ class _Peer:
     """The way to a peer.
 
     Args:
-        lane (Lane | None): while there is one.
-        reason (str): why there is none any more.
+        lane (Lane | None): if it accepts any.
+        reason (str): why that is none, or has ended.
     """
 
     lane: Lane | None
@@ -75,7 +73,7 @@ class DirectTransport(Transport):
         self._ray = ray_transport
         self._token = token
         self._only = only
-        self._node = str(ray.get_runtime_context().get_node_id())
+        self._node = ray_transport.node_id
         self._threads = ThreadCache("rayrpc-lane", soft_limit=10_000)  # most wait for a message
         self._server = LaneServer(token, ray_transport.node, self._threads)
         self._secret = b""
@@ -232,13 +230,12 @@ class DirectTransport(Transport):
 
     def lost_lane(self, lane: Lane, reason: str) -> None:
         """Note that a lane ended, and fail its calls unless the peer turns out to be dead."""
-        peer = lane.peer
         with self._lock:
-            way = self._peers.get(peer.token)
+            way = self._peers.get(lane.peer.token)
             if way is not None:
-                way.lane, way.reason = None, reason
+                way.reason = reason
         if not self._closed:
-            logger.info("calls to %s go %s: %s", peer.name, self._else(), reason)
+            logger.info("calls to %s go %s: %s", lane.peer.name, self._else(), reason)
         self._threads.submit(lambda: self._fail_without_news(lane, reason))
 
     def _is_near(self, peer: Member) -> bool:
@@ -251,15 +248,15 @@ class DirectTransport(Transport):
 
     def _fail_without_news(self, lane: Lane, reason: str) -> None:
         peer = lane.peer
+        error: CallError = CallLostError(
+            f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
+            f"call: whether the function ran is not known ({reason}). Call again if it may run "
+            "twice."
+        )
         if self._news_of(peer):
             time.sleep(NEWS_SECONDS)  # ``lost`` comes with the cause
-        lane.fail(
-            CallLostError(
-                f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during "
-                f"a call: whether the function ran is not known ({reason}). Call again if it may "
-                "run twice."
-            )
-        )
+            error = WorkerDiedError(peer.name, reason, peer.node)
+        lane.fail(error)
 
     def other_way(self, call: LaneCall) -> Pending:
         """Return where the reply that was announced on a lane comes."""

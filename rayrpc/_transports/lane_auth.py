@@ -16,7 +16,7 @@ import struct
 
 from rayrpc.errors import RpcError
 
-__all__ = ["ANSWER_SIZE", "CHALLENGE_SIZE", "Answer", "AuthenticationError", "Greeting"]
+__all__ = ["ANSWER_SIZE", "Answer", "AuthenticationError", "CHALLENGE_SIZE", "Greeting"]
 
 _MAGIC = b"rayrpc 1"
 _HELLO = struct.Struct("8s32s16s16s")

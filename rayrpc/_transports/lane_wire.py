@@ -25,11 +25,11 @@ from rayrpc._runtime.threads import ThreadCache
 
 __all__ = [
     "DROPPED",
-    "UNUSED",
     "Inbox",
     "Message",
     "Outbox",
     "Place",
+    "UNUSED",
     "message_parts",
     "note_part",
     "prepare",

@@ -253,6 +253,11 @@ class RayTransport(Transport):
     def node(self) -> str:
         return str(ray.util.get_node_ip_address())
 
+    @property
+    def node_id(self) -> str:
+        """Ray's id of this worker's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:

@@ -28,10 +28,10 @@ import ray
 from rayrpc._runtime.messages import Frame
 
 __all__ = [
-    "DEFERRED",
-    "RELAY_GROUPS",
     "Address",
+    "DEFERRED",
     "LaneAddress",
+    "RELAY_GROUPS",
     "Relay",
     "Wire",
     "from_wire",
