@@ -73,6 +73,8 @@ class Agent:
         self._lost: dict[str, WorkerDiedError] = {}  # by token
         self._former: dict[str, Member] = {}  # by name
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
+        # one thread completes Futures, more only when a callback blocks
+        self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self._timers = Timers()
         self._slots = Slots(options.num_worker_threads, self._threads)
         ids = IdSource(me.id, me.epoch)
@@ -85,7 +87,7 @@ class Agent:
             codec,
             self.rrefs,
             self._timers,
-            self._threads,
+            self._replies,
             self._send,
             hooks,
         )
@@ -352,6 +354,7 @@ class Agent:
         self.rrefs.close()
         self._transport.close()
         self._timers.close()
+        self._replies.close()
         self._threads.close()
 
     # -- looking ------------------------------------------------------------------------------

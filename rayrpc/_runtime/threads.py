@@ -64,7 +64,8 @@ class ThreadCache:
                     target=self._watch, name=f"{self._name}-guard", daemon=True
                 )
                 self._guard.start()
-            self._guarded.set()
+            if not self._guarded.is_set():
+                self._guarded.set()
 
     def close(self) -> None:
         """Let the threads end when nothing is left to do."""

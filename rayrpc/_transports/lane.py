@@ -23,6 +23,9 @@ from rayrpc._transports.base import Pending
 from rayrpc._transports.lane_stream import Stream
 from rayrpc._transports.lane_wire import TICK_SECONDS, Message
 
+# With so many calls under way that nobody waits for, others are likely to follow.
+BURST = 8
+
 __all__ = ["Lane", "LaneCall", "LaneOwner"]
 
 logger = logging.getLogger(__name__)
@@ -134,7 +137,7 @@ class Lane:
             self._calls[call.id] = call
             stream = self._stream
         if stream is not None:
-            stream.send(call.id, frame)
+            stream.send(call.id, frame, more=self._callbacks >= BURST)
             if stream.is_idle:
                 call.frame = None
         return call

@@ -203,4 +203,6 @@ class _Connection:
 
     def _send(self, frame: Frame, reply: Frame) -> None:
         elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
-        self._stream.send(frame.call_id, None if elsewhere else reply)
+        self._stream.send(
+            frame.call_id, None if elsewhere else reply, more=self._stream.has_more
+        )

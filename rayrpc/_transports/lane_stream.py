@@ -81,18 +81,29 @@ class Stream:
             else:
                 return message
 
-    def send(self, call_id: int, frame: Frame | None) -> None:
-        """Send a frame; None: the note that the reply of a call comes by another way."""
+    @property
+    def has_more(self) -> bool:
+        """Tell whether something arrived that was not read yet."""
+        return self._inbox.has_more
+
+    def send(self, call_id: int, frame: Frame | None, more: bool = False) -> None:
+        """Send a frame.
+
+        Args:
+            call_id: of its call.
+            frame: None: the note that the reply comes by another way.
+            more: others are likely to follow at once.
+        """
         if frame is None or not frame.buffers:
             head = b"" if frame is None else frame.pack()
-            self._outbox.send(call_id, message_parts(call_id, head, []))
+            self._outbox.send(call_id, message_parts(call_id, head, []), more=more)
             return
         head = frame.pack()
         views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
         segment = self._segment(lengths)
         if segment is None:
-            self._outbox.send(call_id, message_parts(call_id, head, views))
+            self._outbox.send(call_id, message_parts(call_id, head, views), more=more)
             return
         segment.fill(views)
         parts = shared_parts(call_id, head, Place(segment.number, segment.capacity, lengths))

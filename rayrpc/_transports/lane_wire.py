@@ -185,6 +185,11 @@ class Inbox:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
+    @property
+    def has_more(self) -> bool:
+        """Tell whether something arrived that was not read yet."""
+        return self._end > self._start
+
     def wait(self, seconds: float) -> bool:
         """Tell whether something to read comes in time."""
         return self._end > self._start or bool(self._poll.poll(seconds * 1000))
@@ -318,20 +323,26 @@ class Outbox:
         """Let a note go along with the next message; takes no lock."""
         self._notes.append(part)
 
-    def send(self, call_id: int, parts: list[Any], descriptor: int | None = None) -> None:
+    def send(
+        self, call_id: int, parts: list[Any], descriptor: int | None = None, more: bool = False
+    ) -> None:
         """Write a message, or leave it to a thread that is writing.
 
         Args:
             call_id: of its call.
             parts: what to write.
             descriptor: goes along with it, and is this connection's until it was written.
+            more: others are likely to follow at once; let them go out together.
         """
         with self._lock:
             self._queue.append(_Outgoing(call_id, parts, descriptor))
             if self._busy:
                 return
             self._busy = True
-        self._drain()
+        if more:
+            self._threads.submit(self._drain)
+        else:
+            self._drain()
 
     def _drain(self) -> None:
         while True:
