@@ -10,11 +10,13 @@ import torch
 from torch.futures import Future
 
 from rayrpc._runtime import current
+from rayrpc._runtime.caller import complete
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import add_reducer, reduce_rref
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.messages import Fork
-from rayrpc._runtime.outcome import Value
+from rayrpc._runtime.outcome import Error, Value, fresh
+from rayrpc._runtime.turns import called_by_name
 from rayrpc.errors import CallTimeoutError, RpcError
 from rayrpc.functions import async_execution
 from rayrpc.options import UNSET_RPC_TIMEOUT
@@ -49,6 +51,7 @@ class RRef(Generic[T]):
         "_cell",
         "_creation",
         "_fork_id",
+        "_future",
         "_owner",
         "_profiling",
         "_rref_id",
@@ -57,7 +60,7 @@ class RRef(Generic[T]):
 
     _agent: Agent
     _cell: Cell | None
-    _creation: Any
+    _creation: Cell | None
     _fork_id: GloballyUniqueId | None
     _owner: WorkerInfo
     _rref_id: GloballyUniqueId
@@ -80,6 +83,7 @@ class RRef(Generic[T]):
         self._owner = owner
         self._cell = cell
         self._creation = None
+        self._future = None
         self._profiling = None
         self._type = None
 
@@ -141,15 +145,12 @@ class RRef(Generic[T]):
         return self._cell.wait().unwrap()  # type: ignore[no-any-return]
 
     def _raise_creation_error(self) -> None:
-        if self._creation is None or not self._creation.done():
-            return
-        try:
-            self._creation.value()
-        except CallTimeoutError as exc:
+        outcome = None if self._creation is None else self._creation.outcome
+        if isinstance(outcome, Error) and isinstance(outcome.error, CallTimeoutError):
             raise CallTimeoutError(
                 "RRef creation via rpc.remote timed out, and it is possible that the RRef on the "
-                f"owner node does not exist: {exc}"
-            ) from exc
+                f"owner node does not exist: {outcome.error}"
+            ) from fresh(outcome.error)
 
     def _check(self, action: str) -> None:
         if self._fork_id is not None and not self._agent.rrefs.is_held(self._fork_id):
@@ -218,10 +219,15 @@ class RRef(Generic[T]):
 
     def _get_future(self) -> Any:
         """Return a Future that completes when the owner made the value."""
-        if self._creation is None:
-            self._creation = Future()
-            self._creation.set_result(None)
-        return self._creation
+        if self._future is None:
+            future: Any = Future()
+            self._future = future
+            if self._creation is None:
+                future.set_result(None)
+            else:
+                soon = self._agent.caller.soon
+                self._creation.on_done(lambda done: soon(lambda: complete(future, done)))
+        return self._future
 
     def _set_profiling_future(self, future: Any) -> None:
         self._profiling = future
@@ -331,10 +337,12 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
     return _typeof_on_owner(rref, blocking)
 
 
+@called_by_name
 def _local_invoke(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
     return getattr(rref.local_value(), func_name)(*args, **kwargs)
 
 
+@called_by_name
 @async_execution
 def _local_invoke_async_execution(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
     return getattr(rref.local_value(), func_name)(*args, **kwargs)

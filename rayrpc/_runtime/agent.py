@@ -20,7 +20,6 @@ from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error
 from rayrpc._runtime.rref_context import MakeRRef, RRefContext
 from rayrpc._runtime.threads import Slots, ThreadCache
-from rayrpc._runtime.timers import Timers
 from rayrpc._transports.base import Directory, Pending, PendingReply, Transport, copied
 from rayrpc.errors import GroupError, RpcError, WorkerDiedError
 
@@ -75,7 +74,6 @@ class Agent:
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
-        self._timers = Timers()
         self._slots = Slots(options.num_worker_threads, self._threads)
         ids = IdSource(me.id, me.epoch)
         self.rrefs = RRefContext(me.id, ids, rref_maker(self), self._speak)
@@ -86,7 +84,6 @@ class Agent:
             me.main,
             codec,
             self.rrefs,
-            self._timers,
             self._replies,
             self._send,
             hooks,
@@ -353,7 +350,6 @@ class Agent:
         self.caller.close()
         self.rrefs.close()
         self._transport.close()
-        self._timers.close()
         self._replies.close()
         self._threads.close()
 

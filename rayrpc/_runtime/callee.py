@@ -6,6 +6,7 @@ import contextlib
 import functools
 import pickle
 import threading
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.remote_errors import RemoteException, describe
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.threads import Slots, ThreadCache
+from rayrpc._runtime.turns import Habits, step_aside
 from rayrpc._transports.base import Deferred
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
@@ -60,6 +62,7 @@ class Callee:
         self._shares_main = shares_main
         self._rpc_timeout = rpc_timeout
         self._hooks = hooks
+        self._habits = Habits()
         self._lock = threading.Lock()
         self.active = 0
         self.served = 0
@@ -73,7 +76,8 @@ class Callee:
             return self._error(frame, error)
         if frame.control or frame.ack:
             self._rrefs.hear(frame.src, frame.ack, frame.control)
-            self._rrefs.flush(but=frame.src)
+            if frame.control:
+                self._rrefs.flush(but=frame.src)
         if frame.kind is Kind.CONTROL:
             return self._frame(frame, Kind.VALUE, EMPTY)
         if frame.kind is Kind.FETCH:
@@ -111,11 +115,20 @@ class Callee:
             frame.data, frame.buffers = b"", []
             if frame.forks:
                 self._confirm(frame)
-            call = IncomingCall(frame.src, func, args or (), kwargs or {}, frame.meta or {})
-            del args, kwargs
-            with self._receiving(call):
-                value = _invoke(func, call.args, call.kwargs, frame.is_async)
-            call.args, call.kwargs = (), {}  # what they hold may be needed no longer
+            habit = Habits.key(func, args)
+            if not self._habits.is_quick(habit):
+                step_aside()
+            start = perf_counter()
+            if frame.meta:
+                call = IncomingCall(frame.src, func, args, kwargs, frame.meta)
+                del args, kwargs
+                with self._receiving(call):
+                    value = _invoke(func, call.args, call.kwargs, frame.is_async)
+                call.args, call.kwargs = (), {}  # what they hold may be needed no longer
+            else:
+                value = _invoke(func, args, kwargs, frame.is_async)
+                del args, kwargs
+            self._habits.note(habit, perf_counter() - start, self.active == 1)
         except BaseException as exc:
             return self._end(frame, cell, Error(exc), call)
         if not frame.is_async:
@@ -185,8 +198,6 @@ class Callee:
             )
 
     def _receiving(self, call: IncomingCall) -> contextlib.AbstractContextManager[Any]:
-        if not call.meta:
-            return _NOTHING
         stack = contextlib.ExitStack()
         for hook in self._hooks:
             if hook.name in call.meta:
@@ -244,21 +255,13 @@ class Callee:
         self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
     ) -> Frame:
         ack, control = self._rrefs.to_say(call.src)
+        data, buffers, forks = payload
+        session, me, number = self._session, self._me.id, call.call_id
         return Frame(
-            kind,
-            self._session,
-            self._me.id,
-            call.call_id,
-            meta=meta,
-            ack=ack,
-            control=control,
-            forks=payload.forks,
-            data=payload.data,
-            buffers=payload.buffers,
+            kind, session, me, number, None, None, False, meta, ack, control, forks, data, buffers
         )
 
 
-_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 # a scripted function returns a future of the class below torch.futures.Future
 _AnyFuture: Any = Future.__mro__[1]
 

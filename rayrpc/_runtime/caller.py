@@ -10,10 +10,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch.futures import Future
 
+from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
 from rayrpc._runtime.hooks import Hook, OutgoingCall
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
@@ -23,11 +24,12 @@ from rayrpc._runtime.outcome import Error, Outcome, Value, fresh
 from rayrpc._runtime.remote_errors import rebuild
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.threads import ThreadCache
-from rayrpc._runtime.timers import Timers
+from rayrpc._runtime.timers import Deadlines
+from rayrpc._runtime.turns import has_turn, step_aside
 from rayrpc._transports.base import Pending
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
-__all__ = ["Caller", "Way"]
+__all__ = ["Caller", "Way", "complete"]
 
 # How often a blocking call looks whether its own worker was shut down meanwhile.
 LOOK_SECONDS = 0.5
@@ -42,13 +44,34 @@ class Way(Protocol):
         """Send a frame and expect its reply."""
 
 
-class _Open(NamedTuple):
+class _Open:
     """A call that completes by callback."""
 
-    peer: Member
-    done: Done
-    call: OutgoingCall | None
-    timer: int | None
+    __slots__ = ("_caller", "arrived", "call", "done", "id", "peer")
+
+    def __init__(
+        self,
+        caller: Caller,
+        number: int,
+        peer: Member,
+        done: Done,
+        call: OutgoingCall | None,
+        arrived: Callable[[], None] | None,
+    ) -> None:
+        self._caller = caller
+        self.id = number
+        self.peer = peer
+        self.done = done
+        self.call = call
+        self.arrived = arrived
+
+    def reply(self, outcome: Outcome[Frame]) -> None:
+        """Take the outcome from a thread of the transport."""
+        # the answer to ``remote`` says little, and no code of users waits for it
+        if has_turn() or (self.arrived is not None and not _concerns_users(outcome)):
+            self._caller._finish(self, outcome)
+        else:
+            self._caller._threads.submit(lambda: self._caller._finish(self, outcome))
 
 
 def _timed_out(timeout: float) -> CallTimeoutError:
@@ -70,7 +93,7 @@ class Caller:
         me (WorkerInfo): this worker.
         session (int): of its group.
         main (str): identity of this process's ``__main__``.
-        codec, rrefs, timers, threads: of this worker.
+        codec, rrefs, threads: of this worker.
         way (Way): sends frames.
         hooks (list[Hook]): the agent's list.
     """
@@ -82,7 +105,6 @@ class Caller:
         main: str,
         codec: Codec,
         rrefs: RRefContext,
-        timers: Timers,
         threads: ThreadCache,
         way: Way,
         hooks: list[Hook],
@@ -92,21 +114,21 @@ class Caller:
         self._main = main
         self._codec = codec
         self._rrefs = rrefs
-        self._timers = timers
         self._threads = threads
         self._way = way
         self._hooks = hooks
         self._call_ids = itertools.count(1).__next__
         self._open: dict[int, _Open] = {}
-        self._sync = 0
-        self._sync_lock = threading.Lock()
+        self._deadlines = Deadlines(self._open, self._expire)
+        self._waits: dict[int, None] = {}  # calls that a thread waits for
+        self._lock = threading.Lock()
         self._closed = False
         self.sent = 0
 
     @property
     def active(self) -> int:
         """The number of calls of users that have not completed."""
-        return len(self._open) + self._sync
+        return len(self._open) + len(self._waits)
 
     # -- the three ways to call ---------------------------------------------------------------
 
@@ -114,8 +136,8 @@ class Caller:
         """Run a function on a worker and return its value; ``timeout`` 0 is none."""
         if self._wanted():
             return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
-        frame = self._call_frame(Kind.CALL, to, func, args, kwargs, None)
-        return self._wait(to, frame, timeout)
+        is_async, payload = self._encode(to, func, args, kwargs)
+        return self._wait(to, self._frame(Kind.CALL, to, payload, None, is_async), timeout)
 
     def future(
         self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
@@ -123,17 +145,17 @@ class Caller:
         """Run a function on a worker and return a Future of its value."""
         hooks = self._wanted()
         future: Any = Future()
-        done = functools.partial(_complete, future)
+        done = functools.partial(complete, future)
         if not hooks:
-            frame = self._call_frame(Kind.CALL, to, func, args, kwargs, None)
+            is_async, payload = self._encode(to, func, args, kwargs)
+            frame = self._frame(Kind.CALL, to, payload, None, is_async)
             self._start(to, frame, timeout, done)
             return future
         call = self._outgoing(mode, to, func, args, kwargs)
         with contextlib.ExitStack() as stack:
             entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
-            frame = self._call_frame(
-                Kind.CALL, to, call.func, call.args, call.kwargs, call.meta or None
-            )
+            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            frame = self._frame(Kind.CALL, to, payload, call.meta or None, is_async)
             self._start(to, frame, timeout, done, call)
             for hook, value in entered:
                 future = hook.sent(call, future, value)
@@ -150,15 +172,12 @@ class Caller:
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
             frame = self._frame(Kind.REMOTE, to, payload, call.meta or None, is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
-            creation: Any = Future()
-            completed = creation
+            creation = rref._creation = Cell()
             for hook, value in entered:
-                creation = hook.sent(call, creation, value)
-            rref._creation = creation
-            done = functools.partial(_complete, completed)
+                rref._future = hook.sent(call, rref._get_future(), value)
             # whether the answer is in time or late: the owner has the RRef from then on
             arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
-            self._start(to, frame, timeout, done, call, arrived)
+            self._start(to, frame, timeout, creation.set, call, arrived)
         return rref
 
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float) -> Any:
@@ -171,14 +190,13 @@ class Caller:
         """Send the messages of the RRef protocol that wait for a worker."""
         frame = self._frame(Kind.CONTROL, to, EMPTY, None, False)
 
-        def done(outcome: Outcome[Frame]) -> None:
+        def heard(outcome: Outcome[Frame]) -> None:
             if isinstance(outcome, Value):
-                reply = outcome.value
-                self._threads.submit(lambda: self._hear(to, reply))
+                self._hear_soon(to, outcome.value)
             elif not isinstance(outcome.error, WorkerDiedError):
                 self._rrefs.unheard(to.id)
 
-        self._way(to, frame).on_done(done)
+        self._way(to, frame).on_done(heard, urgent=False)
 
     def gone(self, peer: Member, error: BaseException) -> None:
         """End the calls to a worker that left or died."""
@@ -189,6 +207,7 @@ class Caller:
     def close(self) -> None:
         """End all calls."""
         self._closed = True
+        self._deadlines.close()
         for call_id in list(self._open):
             self._fail(call_id, _shut_down())
 
@@ -211,12 +230,6 @@ class Caller:
             ) from exc.__cause__
         return is_async, payload
 
-    def _call_frame(
-        self, kind: Kind, to: Member, func: Any, args: Any, kwargs: Any, meta: dict[str, Any] | None
-    ) -> Frame:
-        is_async, payload = self._encode(to, func, args, kwargs)
-        return self._frame(kind, to, payload, meta, is_async)
-
     def _frame(
         self,
         kind: Kind,
@@ -226,25 +239,32 @@ class Caller:
         is_async: bool,
     ) -> Frame:
         ack, control = self._rrefs.to_say(to.id)
+        data, buffers, forks = payload
+        number = self._call_ids()
+        session, me = self._session, self._me.id
         return Frame(
             kind,
-            self._session,
-            self._me.id,
-            self._call_ids(),
-            is_async=is_async,
-            meta=meta,
-            ack=ack,
-            control=control,
-            forks=payload.forks,
-            data=payload.data,
-            buffers=payload.buffers,
+            session,
+            me,
+            number,
+            None,
+            None,
+            is_async,
+            meta,
+            ack,
+            control,
+            forks,
+            data,
+            buffers,
         )
 
     # -- replies ------------------------------------------------------------------------------
 
     def _wait(self, to: Member, frame: Frame, timeout: float) -> Any:
-        with self._sync_lock:
-            self._sync += 1
+        step_aside()
+        number = frame.call_id
+        self._waits[number] = None
+        with self._lock:
             self.sent += 1
         try:
             pending = self._way(to, frame)
@@ -255,19 +275,19 @@ class Caller:
                 raise _timed_out(timeout) from None
             return self._open_reply(to, reply)
         finally:
-            with self._sync_lock:
-                self._sync -= 1
+            del self._waits[number]
 
     def _await(self, pending: Pending, timeout: float) -> Frame:
         end = time.monotonic() + timeout if timeout else math.inf
+        left = timeout or LOOK_SECONDS
         while True:
-            left = end - time.monotonic()
             try:
-                return pending.wait(max(0.0, min(left, LOOK_SECONDS)))
+                return pending.wait(left if left < LOOK_SECONDS else LOOK_SECONDS)
             except TimeoutError:
                 if self._closed:  # by another thread; nothing else would end this one
                     raise _shut_down() from None
-                if left <= LOOK_SECONDS:
+                left = end - time.monotonic()
+                if left <= 0:
                     raise
 
     def _start(
@@ -279,48 +299,41 @@ class Caller:
         call: OutgoingCall | None = None,
         arrived: Callable[[], None] | None = None,
     ) -> None:
-        call_id = frame.call_id
-        with self._sync_lock:
+        """Send a call that completes by callback.
+
+        Args:
+            to, frame, timeout: whom to ask what for how long.
+            done: takes the outcome, once.
+            call: what the hooks know it by.
+            arrived: it is a ``remote``: called when the callee has answered, in time or late.
+        """
+        number = frame.call_id
+        open_call = self._open[number] = _Open(self, number, to, done, call, arrived)
+        with self._lock:
             self.sent += 1
-        expire = functools.partial(self._expire, call_id, timeout)
-        timer = self._timers.after(timeout, expire) if timeout else None
-        self._open[call_id] = _Open(to, done, call, timer)
-        pending = self._way(to, frame)
-        # a reply may come on a thread of the transport: only hand it over there
-        pending.on_done(
-            lambda outcome: self._threads.submit(
-                lambda: self._finish(call_id, to, outcome, arrived)
-            )
-        )
+        if timeout:
+            self._deadlines.add(number, timeout)
+        self._way(to, frame).on_done(open_call.reply, urgent=arrived is None)
 
     def _expire(self, call_id: int, timeout: float) -> None:
         call = self._open.pop(call_id, None)
         if call is not None:
             self._threads.submit(lambda: call.done(Error(_timed_out(timeout))))
 
-    def _finish(
-        self,
-        call_id: int,
-        to: Member,
-        outcome: Outcome[Frame],
-        arrived: Callable[[], None] | None = None,
-    ) -> None:
-        if arrived is not None:
-            arrived()
-        call = self._open.get(call_id)
-        if call is None:
-            self._too_late(to, outcome)
+    def _finish(self, call: _Open, outcome: Outcome[Frame]) -> None:
+        if call.arrived is not None:
+            call.arrived()
+        if call.id not in self._open:
+            self._too_late(call.peer, outcome)
             return
         result: Outcome[Any] = outcome
         if isinstance(outcome, Value):
             try:
-                result = Value(self._open_reply(to, outcome.value, call.call))
+                result = Value(self._open_reply(call.peer, outcome.value, call.call))
             except BaseException as exc:
                 result = Error(exc)
         # only now: a call is active until its callbacks may run
-        if self._open.pop(call_id, None) is not None:
-            if call.timer is not None:
-                self._timers.cancel(call.timer)
+        if self._open.pop(call.id, None) is not None:
             call.done(result)
 
     def _fail(self, call_id: int, error: BaseException) -> None:
@@ -339,6 +352,19 @@ class Caller:
                 self._hear(to, reply)
 
             self._threads.submit(run)
+
+    def soon(self, task: Callable[[], None]) -> None:
+        """Run a task that may call users' code, here if this thread may be kept."""
+        if has_turn():
+            task()
+        else:
+            self._threads.submit(task)
+
+    def _hear_soon(self, to: Member, reply: Frame) -> None:
+        if reply.control:
+            self.soon(lambda: self._hear(to, reply))
+        else:
+            self._rrefs.hear(to.id, reply.ack, ())
 
     def _hear(self, to: Member, reply: Frame) -> None:
         self._rrefs.hear(to.id, reply.ack, reply.control)
@@ -359,7 +385,16 @@ class Caller:
         raise rebuild(*pickle.loads(reply.data))
 
 
-def _complete(future: Any, outcome: Outcome[Any]) -> None:
+def _concerns_users(outcome: Outcome[Frame]) -> bool:
+    """Tell whether taking a reply may run code of users."""
+    if isinstance(outcome, Error):
+        return False
+    reply = outcome.value
+    return reply.kind is not Kind.VALUE or bool(reply.control)
+
+
+def complete(future: Any, outcome: Outcome[Any]) -> None:
+    """Give a torch Future its value or error."""
     if isinstance(outcome, Value):
         future.set_result(outcome.value)
         return

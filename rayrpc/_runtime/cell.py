@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rayrpc._runtime.outcome import Outcome
+from rayrpc._runtime.turns import step_aside
 
 __all__ = ["Cell"]
 
@@ -55,6 +56,7 @@ class Cell:
             TimeoutError: it did not come in ``timeout`` seconds.
         """
         if self._outcome is None and self._changed is not None:
+            step_aside()
             with self._changed:
                 if not self._changed.wait_for(lambda: self._outcome is not None, timeout):
                     raise TimeoutError

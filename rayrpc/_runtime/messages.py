@@ -18,6 +18,7 @@ carry messages of the RRef protocol along (``control``) and entries of hooks (``
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -121,7 +122,8 @@ class Frame:
         session (int): the group session that it belongs to; frames of another are refused.
         src (int): id of the sending worker.
         call_id (int): number of the call on the caller.
-        rref_id, fork_id: the RRef that a REMOTE makes and its first fork, or that a FETCH asks for.
+        rref_id, fork_id: the RRef that a REMOTE makes and its first fork, or that a FETCH asks for
+            (which has no fork, so that its id stands there).
         is_async (bool): the function returns a Future (``async_execution``).
         meta (dict | None): entries of hooks, by the hook's name.
         ack (int): how many messages of the RRef protocol from the receiver have all arrived.
@@ -146,46 +148,61 @@ class Frame:
     buffers: list[Any] = field(default_factory=list)
 
     def pack(self) -> bytes:
-        """Return all but the buffers as bytes."""
-        return pickle.dumps(
-            (
-                int(self.kind),
-                self.session,
-                self.src,
-                self.call_id,
-                self.rref_id and tuple(self.rref_id),
-                self.fork_id and tuple(self.fork_id),
-                self.is_async,
-                self.meta,
-                self.ack,
-                self.control,
-                self.forks,
-                self.data,
-            ),
-            5,
-        )
+        """Return all but the buffers as bytes.
+
+        kind (1) | flags (1) | src (4) | session (8) | call id (8) | ack (8), then what the flags
+        say: two identities (32), the length (4) of a pickle and the pickle; then the data.
+        """
+        flags = 0
+        front = b""
+        if self.is_async:
+            flags = _IS_ASYNC
+        if self.rref_id is not None:
+            flags |= _HAS_IDS
+            front = _IDS.pack(*self.rref_id, *(self.fork_id or self.rref_id))
+        if self.control or self.forks or self.meta is not None:
+            flags |= _HAS_MORE
+            more = pickle.dumps((self.meta, self.control, self.forks), 5)
+            front += _LENGTH.pack(len(more)) + more
+        head = _HEAD.pack(self.kind, flags, self.src, self.session, self.call_id, self.ack)
+        return head + front + self.data
 
     @staticmethod
     def unpack(head: bytes, buffers: Sequence[Any] = ()) -> Frame:
         """Return the frame that ``pack`` made, with its buffers."""
-        kind, session, src, call_id, rref, fork, is_async, meta, ack, control, forks, data = (
-            pickle.loads(head)
-        )
+        kind, flags, src, session, call_id, ack = _HEAD.unpack_from(head)
+        position = _HEAD.size
+        rref_id = fork_id = meta = None
+        control: tuple[Control, ...] = ()
+        forks: tuple[Fork, ...] = ()
+        if flags & _HAS_IDS:
+            ids = _IDS.unpack_from(head, position)
+            rref_id, fork_id = GloballyUniqueId(*ids[:2]), GloballyUniqueId(*ids[2:])
+            position += _IDS.size
+        if flags & _HAS_MORE:
+            (length,) = _LENGTH.unpack_from(head, position)
+            position += _LENGTH.size
+            meta, control, forks = pickle.loads(head[position : position + length])
+            position += length
         return Frame(
             _KINDS[kind],
             session,
             src,
             call_id,
-            rref and GloballyUniqueId(*rref),
-            fork and GloballyUniqueId(*fork),
-            is_async,
+            rref_id,
+            fork_id,
+            flags & _IS_ASYNC != 0,
             meta,
             ack,
             control,
             forks,
-            data,
-            list(buffers),
+            head[position:],
+            list(buffers) if buffers else [],
         )
 
 
+_HEAD = struct.Struct("<BBiqQQ")
+_IDS = struct.Struct("<qQqQ")
+_LENGTH = struct.Struct("<I")
+_IS_ASYNC, _HAS_IDS, _HAS_MORE = 1, 2, 4
 _KINDS = tuple(Kind)

@@ -11,7 +11,7 @@ __all__ = ["Error", "Outcome", "Value", "fresh"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Value(Generic[T]):
     """It ended well."""
 
@@ -22,7 +22,7 @@ class Value(Generic[T]):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Error:
     """It ended with an exception.
 

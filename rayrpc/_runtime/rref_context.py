@@ -17,6 +17,7 @@ from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.ids import GloballyUniqueId, IdSource
 from rayrpc._runtime.messages import Control, Fork
 from rayrpc._runtime.rref_table import Confirmed, Effect, RRefTable
+from rayrpc._runtime.turns import step_aside
 
 __all__ = ["MakeRRef", "RRefContext"]
 
@@ -153,6 +154,7 @@ class RRefContext:
                     continue
                 event = threading.Event()
                 self._waiting.setdefault(fork.fork_id, []).append(event)
+            step_aside()
             if not event.wait(None if end is None else max(0.0, end - time.monotonic())):
                 return False
         return True
@@ -161,6 +163,8 @@ class RRefContext:
 
     def to_say(self, worker: int) -> tuple[int, tuple[Control, ...]]:
         """Return the ack and messages that the next frame to ``worker`` carries."""
+        if self._table.is_silent(worker):
+            return 0, ()
         with self._lock:
             return self._table.take(worker)
 

@@ -94,7 +94,7 @@ class _Used:
 class _Link:
     """Numbered messages to and from one worker."""
 
-    __slots__ = ("beyond", "in_flight", "next_seq", "overdue", "queue", "upto")
+    __slots__ = ("beyond", "in_flight", "next_seq", "overdue", "queue", "told", "upto")
 
     def __init__(self) -> None:
         self.next_seq = 0
@@ -102,10 +102,12 @@ class _Link:
         self.in_flight: dict[int, Control] = {}
         self.overdue = 0  # what is in flight below it was so a turn ago
         self.upto = 0  # every number below was received
+        self.told = 0  # ... which the other worker was told, up to here
         self.beyond: set[int] = set()  # received ahead of it
 
     def first_time(self, seq: int) -> bool:
         if seq < self.upto or seq in self.beyond:
+            self.told = 0  # it does not know
             return False
         self.beyond.add(seq)
         while self.upto in self.beyond:
@@ -302,17 +304,24 @@ class RRefTable:
                 effects += self._forget(message.rref_id, message.fork_id)
         return effects
 
+    def is_silent(self, worker: int) -> bool:
+        """Tell whether there is nothing to say to ``worker``; needs no lock."""
+        link = self._links.get(worker)
+        return link is None or (link.told == link.upto and not link.queue)
+
     def take(self, worker: int) -> tuple[int, tuple[Control, ...]]:
-        """Return what the next frame to ``worker`` must carry: an ack, and messages."""
+        """Return what the next frame to ``worker`` must carry: an ack (0: none), and messages."""
         link = self._links.get(worker)
         if link is None:
             return 0, ()
+        ack = 0 if link.told == link.upto else link.upto
+        link.told = link.upto
         if not link.queue:
-            return link.upto, ()
+            return ack, ()
         messages, link.queue = tuple(link.queue), []
         for message in messages:
             link.in_flight[message.seq] = message
-        return link.upto, messages
+        return ack, messages
 
     def waiting(self) -> list[int]:
         """Return the workers for which messages wait to be sent."""

@@ -1,85 +1,101 @@
-"""One thread that watches all deadlines of a process."""
+"""One thread that watches the deadlines of a worker's calls.
+
+Most calls have the same timeout and end long before it.  So deadlines wait in line, a line for
+each timeout, and are in order there by themselves; what has ended is dropped when it comes to the
+front, or when it outweighs the rest.
+"""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container
 
-__all__ = ["Timers"]
+__all__ = ["Deadlines"]
 
 logger = logging.getLogger(__name__)
 
-# Cancelled deadlines stay in the heap as bare numbers until they outweigh the others.
+# Ended calls stay in line until they outweigh the others by this much.
 SLACK = 1024
 
 
-class Timers:
-    """Call back when deadlines pass.
+class Deadlines:
+    """Call back for calls that are still open when their deadline passes.
 
-    Callbacks run in the timer thread and must be short.
+    Args:
+        open_calls (Container): the numbers of calls that have not ended; it has a length.
+        expired (Callable): called with such a number and the timeout, from the thread that
+            watches; it must be short.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
-        self._callbacks: dict[int, Callable[[], None]] = {}
-        self._count = itertools.count()
-        self._changed = threading.Condition()
+    def __init__(self, open_calls: Container[int], expired: Callable[[int, float], None]) -> None:
+        self._open = open_calls
+        self._expired = expired
+        self._lines: dict[float, deque[tuple[float, int]]] = {}
+        self._changed = threading.Condition(threading.Lock())
         self._thread: threading.Thread | None = None
+        self._wakes = math.inf  # when the thread looks next
         self._closed = False
 
-    def after(self, seconds: float, callback: Callable[[], None]) -> int:
-        """Call ``callback`` in ``seconds``; return a number to cancel it by."""
+    def add(self, number: int, seconds: float) -> None:
+        """Watch an open call."""
         due = time.monotonic() + seconds
         with self._changed:
-            number = next(self._count)
-            if self._closed:
-                return number
-            self._callbacks[number] = callback
-            heapq.heappush(self._heap, (due, number))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
-                self._thread.start()
-            elif self._heap[0][1] == number:
-                self._changed.notify()
-            return number
-
-    def cancel(self, number: int) -> None:
-        """Forget a deadline, if it has not passed."""
-        with self._changed:
-            self._callbacks.pop(number, None)
-            if len(self._heap) > 2 * len(self._callbacks) + SLACK:
-                self._heap = [entry for entry in self._heap if entry[1] in self._callbacks]
-                heapq.heapify(self._heap)
+            line = self._lines.get(seconds)
+            if line is None:
+                line = self._lines[seconds] = deque()
+            while line and line[0][1] not in self._open:
+                line.popleft()
+            line.append((due, number))
+            if len(line) > 2 * len(self._open) + SLACK:  # type: ignore[arg-type]
+                self._lines[seconds] = deque(each for each in line if each[1] in self._open)
+            if due < self._wakes:
+                self._wake(due)
 
     def close(self) -> None:
         """Forget all deadlines and end the thread."""
         with self._changed:
             self._closed = True
-            self._heap.clear()
-            self._callbacks.clear()
+            self._lines.clear()
+            self._changed.notify()
+
+    def _wake(self, due: float) -> None:
+        if self._closed:
+            return
+        self._wakes = due
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
+            self._thread.start()
+        else:
             self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._closed:
-                    if not self._heap:
-                        self._changed.wait()
-                        continue
-                    left = self._heap[0][0] - time.monotonic()
-                    if left <= 0:
-                        break
-                    self._changed.wait(left)
+                late = self._take_late()
+                if not late and not self._closed:
+                    left = self._wakes - time.monotonic()
+                    self._changed.wait(None if left == math.inf else max(0.0, left))
                 if self._closed:
                     return
-                _, number = heapq.heappop(self._heap)
-                callback = self._callbacks.pop(number, None)
-            if callback is not None:
+            for number, seconds in late:
                 try:
-                    callback()
+                    self._expired(number, seconds)
                 except Exception:
                     logger.exception("error in a deadline's callback")
+
+    def _take_late(self) -> list[tuple[int, float]]:
+        now = time.monotonic()
+        late = []
+        self._wakes = math.inf
+        for seconds, line in list(self._lines.items()):
+            while line and (line[0][0] <= now or line[0][1] not in self._open):
+                late.append((line.popleft()[1], seconds))
+            if line:
+                self._wakes = min(self._wakes, line[0][0])
+            else:
+                del self._lines[seconds]
+        return [(number, seconds) for number, seconds in late if number in self._open]

@@ -89,8 +89,14 @@ class Pending(abc.ABC):
         """
 
     @abc.abstractmethod
-    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
-        """Call ``callback`` once, from any thread; it must not block."""
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
+        """Call ``callback`` once, from any thread; it must not block.
+
+        Args:
+            callback: takes the reply or an error.
+            urgent: somebody waits for it; else it may come along with other replies, after some
+                milliseconds.
+        """
 
 
 class PendingReply(Pending):
@@ -126,7 +132,7 @@ class PendingReply(Pending):
         assert self._outcome is not None
         return self._outcome.unwrap()
 
-    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         with self._lock:
             self._callback = callback
             outcome = self._outcome

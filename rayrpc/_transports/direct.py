@@ -23,6 +23,7 @@ from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error
 from rayrpc._runtime.threads import ThreadCache
+from rayrpc._runtime.turns import Watch
 from rayrpc._transports.base import Pending, PendingReply, Serve, Transport
 from rayrpc._transports.lane import Lane, LaneCall
 from rayrpc._transports.lane_auth import CHALLENGE_SIZE, Answer, AuthenticationError
@@ -75,7 +76,8 @@ class DirectTransport(Transport):
         self._only = only
         self._node = ray_transport.node_id
         self._threads = ThreadCache("rayrpc-lane", soft_limit=10_000)  # most wait for a message
-        self._server = LaneServer(token, ray_transport.node, self._threads)
+        self._watch = Watch()
+        self._server = LaneServer(token, ray_transport.node, self._threads, self._watch)
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
         self._peers: dict[str, _Peer] = {}
@@ -132,6 +134,7 @@ class DirectTransport(Transport):
             if way.lane is not None:
                 way.lane.fail(CallError("RPC was shut down on this worker"))
         self._ray.close()
+        self._watch.close()
         self._threads.close()
 
     # -- calling ------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ class DirectTransport(Transport):
                     way = _Peer(None, "it accepts no lanes: its setting transport is ray")
                     logger.info("calls to %s go by Ray: %s", peer.name, way.reason)
                 else:
-                    way = _Peer(Lane(peer, self, self._threads))
+                    way = _Peer(Lane(peer, self, self._threads, self._watch))
                 self._peers[peer.token] = way
             return way
 

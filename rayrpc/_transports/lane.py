@@ -19,12 +19,17 @@ from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.threads import ThreadCache
+from rayrpc._runtime.turns import Turn, Watch
 from rayrpc._transports.base import Pending
 from rayrpc._transports.lane_stream import Stream
 from rayrpc._transports.lane_wire import TICK_SECONDS, Message
 
-# With so many calls under way that nobody waits for, others are likely to follow.
+# With so many calls under way that nobody waits for, others are likely to follow: they go out
+# together, after this time at the latest.
 BURST = 8
+FLUSH_SECONDS = 0.0002
+# Replies that nobody waits for are read after this time, or along with others.
+PATIENCE_SECONDS = 0.005
 
 __all__ = ["Lane", "LaneCall", "LaneOwner"]
 
@@ -76,15 +81,15 @@ class LaneCall(Pending):
         if self._reply is None and self._other is None:
             self._lane._wait(self, deadline)
         reply = self._reply
-        if isinstance(reply, Message) and reply.head:
-            return reply.frame()
+        if type(reply) is Message and reply.head:
+            return Frame.unpack(reply.head, reply.buffers)
         if isinstance(reply, Error):
             reply.unwrap()
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         return self._elsewhere().wait(left)
 
-    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
-        if self._lane._call_back(self, callback):
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
+        if self._lane._call_back(self, callback, urgent):
             self._report(callback)
 
     def _elsewhere(self) -> Pending:
@@ -111,18 +116,22 @@ class Lane:
         peer (Member): the callee.
         owner (LaneOwner): the transport.
         threads (ThreadCache): for connecting, reading, and what cannot be sent at once.
+        watch (Watch): ends the turns of threads that are busy with callbacks for long.
     """
 
-    def __init__(self, peer: Member, owner: LaneOwner, threads: ThreadCache) -> None:
+    def __init__(self, peer: Member, owner: LaneOwner, threads: ThreadCache, watch: Watch) -> None:
         self.peer = peer
         self._owner = owner
         self._threads = threads
+        self._watch = watch
         self._lock = threading.Lock()
         self._calls: dict[int, LaneCall] = {}
         self._followers: dict[LaneCall, None] = {}
         self._callbacks = 0  # how many calls complete by callback
         self._leading = True  # the thread that connects
         self._broken = False
+        self._lazy = False  # a thread will lead soon
+        self._flushing = False  # a thread is about to
         self._stream: Stream | None = None
         threads.submit(self._connect)
 
@@ -137,10 +146,19 @@ class Lane:
             self._calls[call.id] = call
             stream = self._stream
         if stream is not None:
-            stream.send(call.id, frame, more=self._callbacks >= BURST)
-            if stream.is_idle:
+            burst = self._callbacks >= BURST
+            if stream.send(call.id, frame, burst):
                 call.frame = None
+            elif burst and not self._flushing:
+                self._flushing = True
+                self._threads.submit(self._flush)
         return call
+
+    def _flush(self) -> None:
+        time.sleep(FLUSH_SECONDS)
+        self._flushing = False
+        if self._stream is not None:
+            self._stream.flush()
 
     def fail(self, error: BaseException) -> None:
         """End the lane and its calls."""
@@ -156,7 +174,7 @@ class Lane:
     def close_after_fork(self) -> None:
         """Close the descriptor that a forked child inherited."""
         if self._stream is not None:
-            self._stream.connection.close()
+            self._stream.close_after_fork()
 
     def _connect(self) -> None:
         try:
@@ -164,7 +182,7 @@ class Lane:
         except Exception as exc:
             self._end(f"no connection could be made ({exc})", self._calls)
             return
-        stream = Stream(connection, self._threads, self._unsent)
+        stream = Stream(connection, self._threads, self._unsent, opened_here=True)
         with self._lock:
             self._stream = stream
             waiting = list(self._calls.values())
@@ -221,11 +239,26 @@ class Lane:
                 left = deadline - time.monotonic()
                 if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
                     raise TimeoutError
-            if not self._read(stream):
+            try:
+                message = stream.read()
+            except TimeoutError:
+                if self._broken:
+                    return
+                continue
+            except EOFError as exc:
+                self._end(f"its connection was cut ({exc})")
                 return
+            if message.number == call.id:  # as nearly always: nobody else waits for it
+                if self._calls.pop(call.id, None) is not None:
+                    call._reply = message
+            else:
+                self._take(message)
 
     def _step_down(self) -> None:
         with self._lock:
+            if not self._followers and not self._callbacks:
+                self._leading = False
+                return
             for follower in self._followers:
                 if follower._reply is None and not follower._promoted and not self._broken:
                     follower._promoted = True
@@ -238,13 +271,28 @@ class Lane:
         self._threads.submit(self._lead_for_callbacks)
 
     def _lead_for_callbacks(self) -> None:
+        """Read replies, and complete their calls here, until this thread's turn ends."""
         stream = self._stream
         assert stream is not None
-        while self._callbacks and self._read(stream):
-            pass
+        with Turn(self._step_down, self._watch) as turn:
+            while self._callbacks and self._read(stream, turn):
+                if not turn.ready():
+                    return
         self._step_down()
 
-    def _call_back(self, call: LaneCall, callback: Callable[[Outcome[Frame]], None]) -> bool:
+    def _lead_later(self) -> None:
+        """Read the replies that nobody waits for, unless somebody reads anyway."""
+        time.sleep(PATIENCE_SECONDS)
+        with self._lock:
+            self._lazy = False
+            if self._leading or self._broken or not self._callbacks:
+                return
+            self._leading = True
+        self._lead_for_callbacks()
+
+    def _call_back(
+        self, call: LaneCall, callback: Callable[[Outcome[Frame]], None], urgent: bool
+    ) -> bool:
         """Note a callback; return True if it may run at once."""
         with self._lock:
             if call._reply is not None or call._other is not None:
@@ -253,11 +301,16 @@ class Lane:
             self._callbacks += 1
             if self._leading or self._broken:
                 return False
-            self._leading = True
-        self._threads.submit(self._lead_for_callbacks)
+            if urgent:
+                self._leading = True
+            elif self._lazy:
+                return False
+            else:
+                self._lazy = True
+        self._threads.submit(self._lead_for_callbacks if urgent else self._lead_later)
         return False
 
-    def _read(self, stream: Stream) -> bool:
+    def _read(self, stream: Stream, turn: Turn) -> bool:
         """Read one message, or a tick without one; return False if the lane has ended."""
         try:
             message = stream.read()
@@ -266,10 +319,14 @@ class Lane:
         except EOFError as exc:
             self._end(f"its connection was cut ({exc})")
             return False
+        turn.begin()
+        self._take(message)
+        return True
+
+    def _take(self, message: Message) -> None:
         call = self._calls.pop(message.number, None)
         if call is not None:
             self._complete(call, message, None)
-        return True
 
     def _complete(
         self, call: LaneCall, reply: Message | Error | None, other: Pending | None

@@ -15,11 +15,13 @@ import itertools
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 __all__ = ["MappedSegments", "Segment", "SegmentPool", "is_supported", "room"]
 
@@ -27,6 +29,8 @@ __all__ = ["MappedSegments", "Segment", "SegmentPool", "is_supported", "room"]
 KEPT_BYTES = 256 << 20
 SMALLEST = 256 << 10
 ALIGNMENT = 64
+# Copies of so many bytes are worth several threads.
+PARALLEL_BYTES = 4 << 20
 
 
 def is_supported() -> bool:
@@ -48,6 +52,16 @@ def room(lengths: Sequence[int]) -> int:
     return offsets(lengths)[1]
 
 
+def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    """Copy bytes; many of them by torch, on all cores."""
+    if len(source) >= PARALLEL_BYTES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of read-only memory, which is only read
+            torch.from_numpy(target).copy_(torch.from_numpy(source))
+    else:
+        np.copyto(target, source)
+
+
 def _map(descriptor: int, capacity: int) -> mmap.mmap:
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return mmap.mmap(descriptor, capacity, flags=flags)
@@ -59,19 +73,19 @@ class Segment:
     Args:
         number (int): names it on its lane.
         capacity (int): in bytes.
+        pass_on (Callable): called with a descriptor, to give it to the receiver.
     """
 
-    def __init__(self, number: int, capacity: int) -> None:
+    def __init__(self, number: int, capacity: int, pass_on: Callable[[int], None]) -> None:
         self.number = number
         self.capacity = capacity
-        #: until it was passed on
-        self.descriptor: int | None = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.descriptor, capacity)
-            self._map = _map(self.descriptor, capacity)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+            os.ftruncate(descriptor, capacity)
+            self._map = _map(descriptor, capacity)
+            pass_on(descriptor)
+        finally:
+            os.close(descriptor)
 
     def fill(self, views: Sequence[memoryview]) -> None:
         """Copy buffers in."""
@@ -79,24 +93,23 @@ class Segment:
         starts, _ = offsets([view.nbytes for view in views])
         for start, view in zip(starts, views, strict=True):
             source = np.frombuffer(view, np.uint8)
-            np.copyto(target[start : start + len(source)], source)
-
-    def passed(self) -> None:
-        """Close the descriptor: the receiver has its own."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+            copy(target[start : start + len(source)], source)
 
     def close(self) -> None:
         """Let go of the memory."""
-        self.passed()
         self._map.close()
 
 
 class SegmentPool:
-    """The sender's segments on one lane."""
+    """The sender's segments on one lane.
 
-    def __init__(self) -> None:
+    Args:
+        pass_on (Callable): called with a segment's number, capacity and descriptor, to give it
+            to the receiver; OSError if that cannot be done now.
+    """
+
+    def __init__(self, pass_on: Callable[[int, int, int], None]) -> None:
+        self._pass_on = pass_on
         self._numbers = itertools.count(1)
         self._used: dict[int, Segment] = {}
         self._free: dict[int, list[Segment]] = collections.defaultdict(list)
@@ -116,7 +129,8 @@ class SegmentPool:
             if segment is not None:
                 self._kept -= capacity
         if segment is None:
-            segment = Segment(next(self._numbers), capacity)
+            number = next(self._numbers)
+            segment = Segment(number, capacity, lambda fd: self._pass_on(number, capacity, fd))
         with self._lock:
             self._used[segment.number] = segment
         return segment
@@ -127,7 +141,6 @@ class SegmentPool:
             segment = self._used.pop(number, None)
             if segment is None:
                 return True
-            segment.passed()
             if self._closed or self._kept + segment.capacity > KEPT_BYTES:
                 segment.close()
                 return False

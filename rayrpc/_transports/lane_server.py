@@ -1,8 +1,8 @@
 """The callee's end of lanes: listen, let members in, serve their calls.
 
-A connection has one thread that reads, and some that run what was read.  The thread that read a
-call runs it, while another takes over the reading: so no call waits for a hand-over, and none for
-another call.
+The thread that reads a connection also runs what was read, as long as that takes no time; before
+it blocks, or if it is busy for long, another thread reads on (see ``turns``).  So no call waits
+for a hand-over, and none for another call that takes its time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.threads import ThreadCache
+from rayrpc._runtime.turns import Turn, Watch
 from rayrpc._transports.base import Deferred, Serve, served
 from rayrpc._transports.lane_auth import Greeting
 from rayrpc._transports.lane_door import Door
@@ -26,9 +27,6 @@ from rayrpc._transports.lane_wire import prepare
 __all__ = ["LaneServer"]
 
 logger = logging.getLogger(__name__)
-
-# How long a thread that has nothing to do stays with its connection.
-IDLE_SECONDS = 10.0
 
 # Called with a frame and its reply; returns True if it sends the reply by another way.
 OtherWay = Callable[[Frame, Frame], bool]
@@ -41,11 +39,13 @@ class LaneServer:
         token (str): of this worker's membership.
         host (str): address of this node, to listen at for other nodes; empty: for none.
         threads (ThreadCache): runs the connections.
+        watch (Watch): ends the turns of threads that are busy for long.
     """
 
-    def __init__(self, token: str, host: str, threads: ThreadCache) -> None:
+    def __init__(self, token: str, host: str, threads: ThreadCache, watch: Watch) -> None:
         self._token = token
         self._threads = threads
+        self._watch = watch
         self._secret = b""
         self._serve: Serve | None = None
         self._other_way: OtherWay = lambda frame, reply: False
@@ -93,7 +93,7 @@ class LaneServer:
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited: else peers see no end of them."""
         for connection in list(self._connections):
-            connection.socket.close()
+            connection.close_after_fork()
         self._close_listeners(Door.close_after_fork)
 
     def _close_listeners(self, close_door: Callable[[Door], None]) -> None:
@@ -105,7 +105,9 @@ class LaneServer:
     def _welcome(self, member: socket.socket) -> None:
         assert self._serve is not None
         prepare(member)
-        self._connections.add(_Connection(member, self._serve, self._other_way, self._threads))
+        self._connections.add(
+            _Connection(member, self._serve, self._other_way, self._threads, self._watch)
+        )
 
 
 def _has_abstract_names() -> bool:
@@ -125,6 +127,7 @@ class _Connection:
         serve (Serve): answers frames.
         other_way (OtherWay): takes replies that are too large for a lane.
         threads (ThreadCache): where the threads come from.
+        watch (Watch): ends the turns of threads that are busy for long.
     """
 
     def __init__(
@@ -133,23 +136,22 @@ class _Connection:
         serve: Serve,
         other_way: OtherWay,
         threads: ThreadCache,
+        watch: Watch,
     ) -> None:
         self.socket = connection
         self._serve = serve
         self._other_way = other_way
         self._threads = threads
-        self._stream = Stream(connection, threads, lambda unsent: None)
-        self._reading = threading.Lock()
-        self._counting = threading.Lock()
-        self._count = 1  # threads
-        self._running: set[int] = set()  # those that run a call
+        self._watch = watch
+        self._stream = Stream(connection, threads, lambda unsent: None, opened_here=False)
+        self._busy: set[int] = set()  # threads that answer a call
         self._over = False
-        threads.submit(self._run)
+        threads.submit(self._read)
 
     @property
     def is_busy(self) -> bool:
         """Tell whether calls run that are not this thread's own, or replies are not written."""
-        others = self._running - {threading.get_ident()}
+        others = self._busy - {threading.get_ident()}
         return bool(others) or not self._stream.is_idle
 
     def close(self) -> None:
@@ -158,51 +160,46 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def _run(self) -> None:
-        me = threading.get_ident()
-        while (frame := self._next(me)) is not None:
-            try:
-                self._answer(frame)
-            finally:
-                self._running.discard(me)
-            del frame
+    def close_after_fork(self) -> None:
+        """Close the descriptors that a forked child inherited."""
+        self._stream.close_after_fork()
 
-    def _next(self, me: int) -> Frame | None:
-        """Return the next call, once another thread is there to read on; None: leave."""
-        while not self._reading.acquire(timeout=IDLE_SECONDS):
-            with self._counting:
-                if self._count - len(self._running) > 2:  # who reads, this one, and another
-                    self._count -= 1
-                    return None
-        try:
+    def _read(self) -> None:
+        """Read calls and answer them, until this thread's turn ends."""
+        me = threading.get_ident()
+        with Turn(self._relieve, self._watch) as turn:
             while not self._over:
                 try:
                     message = self._stream.read()
                 except TimeoutError:
                     continue
-                with self._counting:
-                    self._running.add(me)
-                    alone = len(self._running) >= self._count
-                    self._count += alone
-                if alone:
-                    self._threads.submit(self._run)
-                return message.frame()
-        except EOFError:
-            self._over = True
-        finally:
-            self._reading.release()
+                except EOFError:
+                    break
+                frame = message.frame()
+                del message  # what was sent lives no longer than its call
+                self._busy.add(me)
+                turn.begin()
+                try:
+                    self._answer(frame, turn)
+                finally:
+                    self._busy.discard(me)
+                if not turn.ready():
+                    self._stream.flush()
+                    return
+        self._over = True
         self._stream.close()
-        return None
 
-    def _answer(self, frame: Frame) -> None:
+    def _relieve(self) -> None:
+        self._stream.flush()
+        self._threads.submit(self._read)
+
+    def _answer(self, frame: Frame, turn: Turn) -> None:
         reply = served(self._serve, frame)
         if isinstance(reply, Deferred):
-            reply.on_done(lambda late: self._send(frame, late))
+            reply.on_done(lambda late: self._send(frame, late, False))
         else:
-            self._send(frame, reply)
+            self._send(frame, reply, not turn.over and self._stream.has_more)
 
-    def _send(self, frame: Frame, reply: Frame) -> None:
+    def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
-        self._stream.send(
-            frame.call_id, None if elsewhere else reply, more=self._stream.has_more
-        )
+        self._stream.send(frame.call_id, None if elsewhere else reply, more, give_up=not elsewhere)

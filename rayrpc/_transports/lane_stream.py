@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import struct
 from collections.abc import Callable
 
 from rayrpc._runtime.messages import Frame
@@ -36,6 +36,7 @@ class Stream:
         threads (ThreadCache): where what a peer does not read yet waits.
         broken (Callable): called with the ids of calls that no byte was sent of, once the
             connection has ended.
+        opened_here (bool): this end made the connection.
     """
 
     def __init__(
@@ -43,15 +44,22 @@ class Stream:
         connection: socket.socket,
         threads: ThreadCache,
         broken: Callable[[list[int]], None],
+        opened_here: bool,
     ) -> None:
-        self.connection = connection
+        self._connection = connection
         self._inbox = Inbox(connection)
         self._outbox = Outbox(connection, threads, broken)
         self._mapped = MappedSegments(lambda number: self._outbox.note(note_part(number, UNUSED)))
         self._pool: SegmentPool | None = None
+        self._side: socket.socket | None = None  # where descriptors of segments come and go
         if connection.family == getattr(socket, "AF_UNIX", None) and is_supported():
-            self._pool = SegmentPool()
+            self._pool = SegmentPool(self._pass_on)
+            if opened_here:
+                self._side, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with other, contextlib.suppress(OSError):
+                    socket.send_fds(connection, [b"\0"], [other.fileno()])
         self.wait = self._inbox.wait
+        self.flush = self._outbox.flush
 
     @property
     def shares_memory(self) -> bool:
@@ -63,68 +71,86 @@ class Stream:
         """Tell whether all was written, and the connection has not ended."""
         return self._outbox.is_empty
 
-    def read(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            TimeoutError: it is not there after a tick; call again.
-            EOFError: the connection has ended.
-        """
-        while True:
-            message = self._inbox.read()
-            if message.place is not None:
-                return message._replace(buffers=self._buffers(message.place))
-            if message.note == UNUSED:
-                self._reuse(message.number)
-            elif message.note == DROPPED:
-                self._mapped.drop(message.number)
-            else:
-                return message
-
     @property
     def has_more(self) -> bool:
         """Tell whether something arrived that was not read yet."""
         return self._inbox.has_more
 
-    def send(self, call_id: int, frame: Frame | None, more: bool = False) -> None:
+    def read(self) -> Message:
+        """Return the next message; before it waits for one, send what was kept back.
+
+        Raises:
+            TimeoutError: it is not there after a tick; call again.
+            EOFError: the connection has ended.
+        """
+        inbox = self._inbox
+        if self._side is None and self._pool is not None:
+            self._side = self._receive_side()
+        if not inbox.has_more:
+            self.flush()
+        while True:
+            message = inbox.read()
+            if message.place is None and not message.note:
+                return message
+            if message.place is not None:
+                return message._replace(buffers=self._buffers(message.place))
+            if message.note == UNUSED:
+                self._reuse(message.number)
+            else:
+                self._mapped.drop(message.number)
+
+    def send(
+        self, call_id: int, frame: Frame | None, more: bool = False, give_up: bool = False
+    ) -> bool:
         """Send a frame.
 
         Args:
             call_id: of its call.
             frame: None: the note that the reply comes by another way.
-            more: others are likely to follow at once.
+            more: keep it back for a while: others are likely to follow at once.
+            give_up: let go of the frame's buffers as soon as they are copied.
+
+        Returns:
+            It was written; else it may be, or will be.
         """
+        head = b"" if frame is None else frame.pack()
         if frame is None or not frame.buffers:
-            head = b"" if frame is None else frame.pack()
-            self._outbox.send(call_id, message_parts(call_id, head, []), more=more)
-            return
-        head = frame.pack()
+            return self._outbox.send(call_id, message_parts(call_id, head, []), more)
         views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
         segment = self._segment(lengths)
         if segment is None:
-            self._outbox.send(call_id, message_parts(call_id, head, views), more=more)
-            return
+            return self._outbox.send(call_id, message_parts(call_id, head, views), more)
         segment.fill(views)
-        parts = shared_parts(call_id, head, Place(segment.number, segment.capacity, lengths))
-        self._outbox.send(call_id, parts, segment.descriptor)
+        if give_up:
+            frame.buffers = []
+            views.clear()
+        return self._outbox.send(
+            call_id, shared_parts(call_id, head, Place(segment.number, lengths))
+        )
 
     def close(self) -> None:
         """End the connection, and let go of its memory."""
         with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self.close_after_fork()
         if self._pool is not None:
             self._pool.close()
-        while self._inbox.descriptors:
-            os.close(self._inbox.descriptors.popleft())
+
+    def close_after_fork(self) -> None:
+        """Close the descriptors, which may be a forked child's copies."""
+        self._connection.close()
+        if self._side is not None:
+            self._side.close()
+
+    # -- shared memory ------------------------------------------------------------------------
 
     def _segment(self, lengths: tuple[int, ...]) -> Segment | None:
         if self._pool is None or sum(lengths) < SHARED_BYTES:
             return None
         try:
             return self._pool.take(room(lengths))
-        except OSError:  # no memory or no descriptor for one more
+        except OSError:  # no memory or no descriptor for one more, or many are on their way
             return None
 
     def _reuse(self, number: int) -> None:
@@ -132,7 +158,39 @@ class Stream:
             self._outbox.note(note_part(number, DROPPED))
 
     def _buffers(self, place: Place) -> list[memoryview]:
-        if not self._mapped.has(place.segment):
-            descriptor = self._inbox.descriptors.popleft()
-            self._mapped.add(place.segment, descriptor, place.capacity)
+        while not self._mapped.has(place.segment):
+            self._receive_segment()
         return self._mapped.buffers(place.segment, place.lengths)
+
+    def _receive_side(self) -> socket.socket:
+        """Take the end of the side channel that comes before the first message."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
+        except BlockingIOError:
+            raise TimeoutError from None
+        except OSError as exc:
+            raise EOFError(str(exc)) from None
+        if not descriptors:
+            raise EOFError("it was closed" if not data else "it brought no side channel")
+        return socket.socket(fileno=descriptors[0])
+
+    def _pass_on(self, number: int, capacity: int, descriptor: int) -> None:
+        if self._side is None:
+            raise OSError("no side channel yet")
+        data = _SEGMENT.pack(number, capacity)
+        socket.send_fds(self._side, [data], [descriptor], socket.MSG_DONTWAIT)
+
+    def _receive_segment(self) -> None:
+        """Map a segment; who uses one has passed its descriptor on before."""
+        assert self._side is not None
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._side, _SEGMENT.size, 1, socket.MSG_DONTWAIT
+            )
+            number, capacity = _SEGMENT.unpack(data)
+            self._mapped.add(number, descriptors[0], capacity)
+        except (OSError, struct.error, IndexError) as exc:
+            raise EOFError(f"no memory could be shared: {exc}") from None
+
+
+_SEGMENT = struct.Struct("<QQ")

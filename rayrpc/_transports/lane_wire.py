@@ -1,7 +1,7 @@
 """Messages on a connection: how they lie there, and how they are read and written.
 
     number (8) | length of what follows (8) | length of the head (4) | kind and count (4)
-    a length (8) for each buffer | where they lie (16), if not here | head | buffers, if here
+    a length (8) for each buffer | where they lie (8), if not here | head | buffers, if here
 
 The number is the call's, the head a packed ``Frame``; an empty one says that the reply comes by
 another way.  Beside messages, there are notes on a segment of shared memory, which have no more
@@ -44,6 +44,8 @@ CAPACITY = 64 * 1024
 TICK_SECONDS = 0.25
 # How long a sender waits for a peer that does not read, before it leaves that to another thread.
 SEND_PATIENCE = 0.02
+# So many messages are kept back at most while others are likely to follow.
+MOST_KEPT_BACK = 16
 # Parts of messages in one system call; the least that POSIX systems have is 1024 in fact.
 PARTS_AT_ONCE = 512
 
@@ -54,12 +56,14 @@ UNUSED = 1 << 30  # a note: nothing lies in this segment of yours any more
 DROPPED = 1 << 29  # a note: this segment of mine will not be used again
 _COUNT = DROPPED - 1
 
+NO_CALL = -1
+NO_BUFFERS: list[Any] = []  # shared; a frame makes a list of its own
+
 
 class Place(NamedTuple):
-    """Where the buffers of a message lie: a segment's number and capacity, and their lengths."""
+    """Where the buffers of a message lie: a segment's number, and their lengths."""
 
     segment: int
-    capacity: int
     lengths: tuple[int, ...]
 
 
@@ -91,7 +95,7 @@ def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[An
 def shared_parts(call_id: int, head: bytes, place: Place) -> list[Any]:
     """Return what to write for a message whose buffers lie in shared memory."""
     count = len(place.lengths)
-    front = struct.pack(f"<{count + 2}Q", *place.lengths, place.segment, place.capacity)
+    front = struct.pack(f"<{count + 1}Q", *place.lengths, place.segment)
     prefix = _PREFIX.pack(call_id, len(front) + len(head), len(head), count | SHARED)
     return [prefix + front + head]
 
@@ -121,7 +125,7 @@ class _Front(NamedTuple):
     @property
     def words(self) -> int:
         """How many numbers come before the head."""
-        return (self.kind & _COUNT) + (2 if self.kind & SHARED else 0)
+        return (self.kind & _COUNT) + bool(self.kind & SHARED)
 
     @property
     def size(self) -> int:
@@ -134,8 +138,8 @@ class _Front(NamedTuple):
         position += 8 * self.words
         head = bytes(data[position : position + self.head_length])
         if self.kind & SHARED:
-            *lengths, segment, capacity = numbers
-            return head, [], Place(segment, capacity, tuple(lengths))
+            *lengths, segment = numbers
+            return head, [], Place(segment, tuple(lengths))
         return head, list(numbers), None
 
 
@@ -174,9 +178,6 @@ class Inbox:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._takes_descriptors = connection.family == getattr(socket, "AF_UNIX", None)
-        #: descriptors that came along with messages, in order
-        self.descriptors: collections.deque[int] = collections.deque()
         self._bytes = bytearray(CAPACITY)
         self._view = memoryview(self._bytes)
         self._start = 0
@@ -202,12 +203,17 @@ class Inbox:
             EOFError: the connection has ended.
         """
         if self._large is None:
-            self._fill(_PREFIX.size)
+            if self._end - self._start < _PREFIX.size:
+                self._fill(_PREFIX.size)
             number, rest, head_length, kind = _PREFIX.unpack_from(self._bytes, self._start)
             if _PREFIX.size + rest <= CAPACITY:
-                self._fill(_PREFIX.size + rest)
-                self._start += _PREFIX.size
-                return self._take(number, rest, head_length, kind)
+                if self._end - self._start < _PREFIX.size + rest:
+                    self._fill(_PREFIX.size + rest)
+                position = self._start + _PREFIX.size
+                self._start = position + rest
+                if kind == 0:
+                    return Message(number, bytes(self._view[position : self._start]), NO_BUFFERS)
+                return self._take(position, number, head_length, kind)
             self._start += _PREFIX.size
             self._large = _Large(_Front(number, head_length, kind))
         while not self._large.is_whole():
@@ -216,11 +222,7 @@ class Inbox:
         self._large = None
         return message
 
-    def _take(self, number: int, rest: int, head_length: int, kind: int) -> Message:
-        position = self._start
-        self._start += rest
-        if kind == 0:
-            return Message(number, bytes(self._view[position : self._start]), [])
+    def _take(self, position: int, number: int, head_length: int, kind: int) -> Message:
         if kind in (UNUSED, DROPPED):
             return Message(number, b"", [], None, kind)
         front = _Front(number, head_length, kind)
@@ -233,9 +235,8 @@ class Inbox:
         return Message(number, head, buffers, place)
 
     def _fill(self, needed: int) -> None:
+        """Have at least so many bytes of what comes next."""
         have = self._end - self._start
-        if have >= needed:
-            return
         if have == 0:
             self._start = self._end = 0
         elif self._start + needed > CAPACITY:
@@ -259,10 +260,7 @@ class Inbox:
 
     def _receive(self, view: memoryview) -> int:
         try:
-            if self._takes_descriptors:
-                count = self._receive_with_descriptors(view)
-            else:
-                count = self._connection.recv_into(view)
+            count = self._connection.recv_into(view)
         except BlockingIOError:
             raise TimeoutError from None
         except OSError as exc:
@@ -271,20 +269,12 @@ class Inbox:
             raise EOFError("it was closed")
         return count
 
-    def _receive_with_descriptors(self, view: memoryview) -> int:
-        count, extra, _, _ = self._connection.recvmsg_into([view], _ROOM, _CLOSE_ON_EXEC)
-        for level, kind, data in extra:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self.descriptors.extend(memoryview(data).cast("i"))
-        return count
-
 
 class _Outgoing(NamedTuple):
     """A message to write."""
 
     call_id: int
     parts: list[Any]
-    descriptor: int | None
 
 
 class Outbox:
@@ -317,32 +307,59 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Tell whether all was written."""
-        return not (self._busy or self._broken)
+        return not (self._busy or self._queue or self._broken)
 
     def note(self, part: bytes) -> None:
         """Let a note go along with the next message; takes no lock."""
         self._notes.append(part)
 
-    def send(
-        self, call_id: int, parts: list[Any], descriptor: int | None = None, more: bool = False
-    ) -> None:
+    def send(self, call_id: int, parts: list[Any], more: bool = False) -> bool:
         """Write a message, or leave it to a thread that is writing.
 
         Args:
             call_id: of its call.
             parts: what to write.
-            descriptor: goes along with it, and is this connection's until it was written.
-            more: others are likely to follow at once; let them go out together.
+            more: others are likely to follow at once: keep it back until they are many, or
+                until ``flush``.
+
+        Returns:
+            It was written; else it may be, or will be.
         """
         with self._lock:
-            self._queue.append(_Outgoing(call_id, parts, descriptor))
+            if self._busy or self._queue or more:
+                self._queue.append(_Outgoing(call_id, parts))
+                if self._busy or (more and len(self._queue) < MOST_KEPT_BACK):
+                    return False
+                parts = []
+            self._busy = True
+        if not parts:
+            self._drain()
+            return False
+        message = _Outgoing(call_id, [*self._take_notes(), *parts])
+        if not self._write([message], SEND_PATIENCE):
+            return False
+        with self._lock:
+            if not self._queue:
+                self._busy = False
+                return True
+        self._drain()
+        return True
+
+    def flush(self) -> None:
+        """Write what was kept back."""
+        if not self._queue:
+            return
+        with self._lock:
             if self._busy:
                 return
             self._busy = True
-        if more:
-            self._threads.submit(self._drain)
-        else:
-            self._drain()
+        self._drain()
+
+    def _take_notes(self) -> list[bytes]:
+        notes = []
+        while self._notes:
+            notes.append(self._notes.popleft())
+        return notes
 
     def _drain(self) -> None:
         while True:
@@ -355,18 +372,18 @@ class Outbox:
                 while self._queue and count + len(self._queue[0].parts) <= PARTS_AT_ONCE:
                     messages.append(self._queue.popleft())
                     count += len(messages[-1].parts)
-            notes = []
-            while self._notes:
-                notes.append(self._notes.popleft())
-            if notes:
-                messages.append(_Outgoing(-1, [b"".join(notes)], None))
-            if not self._write(messages, 0, SEND_PATIENCE):
+            notes = self._take_notes()
+            if notes:  # first: what they give back may be of use for the rest
+                messages.insert(0, _Outgoing(NO_CALL, notes))
+            if not self._write(messages, SEND_PATIENCE):
                 return
 
-    def _write(self, messages: list[_Outgoing], done: int, patience: float | None) -> bool:
+    def _write(self, messages: list[_Outgoing], patience: float | None, done: int = 0) -> bool:
         """Write messages from byte ``done`` on; return False if that is left to somebody else."""
-        parts = [part for message in messages for part in message.parts]
-        rights = [m.descriptor for m in messages if m.descriptor is not None] if not done else []
+        if len(messages) == 1:
+            parts = messages[0].parts[:]
+        else:
+            parts = [part for message in messages for part in message.parts]
         skipped = done
         while parts:
             if skipped:
@@ -378,28 +395,22 @@ class Outbox:
                 parts[0] = memoryview(parts[0])[skipped:]
                 skipped = 0
             try:
-                skipped = self._send_some(parts[:PARTS_AT_ONCE], rights)
+                if len(parts) == 1:
+                    skipped = self._connection.send(parts[0], _NO_WAIT)
+                else:
+                    skipped = self._connection.sendmsg(parts[:PARTS_AT_ONCE], (), _NO_WAIT)
             except BlockingIOError:
-                skipped = 0
                 if not self._writable(patience):
                     self._threads.submit(functools.partial(self._go_on, messages, done))
                     return False
             except OSError:
                 self._break(messages, done)
                 return False
-            else:
-                rights = []
             done += skipped
         return True
 
-    def _send_some(self, parts: list[Any], rights: list[int]) -> int:
-        if not rights:
-            return self._connection.sendmsg(parts, (), _NO_WAIT)
-        extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(rights)}i", *rights))]
-        return self._connection.sendmsg(parts, extra, _NO_WAIT)
-
     def _go_on(self, messages: list[_Outgoing], done: int) -> None:
-        if self._write(messages, done, None):
+        if self._write(messages, None, done):
             self._drain()
 
     def _writable(self, seconds: float | None) -> bool:
@@ -427,7 +438,4 @@ class Outbox:
         self._tell_broken(unsent)
 
 
-# Room for descriptors: each message brings one at most, and one read ends where another's begin.
-_ROOM = socket.CMSG_SPACE(PARTS_AT_ONCE * struct.calcsize("i"))
-_CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _NO_WAIT = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)

@@ -77,6 +77,8 @@ def _plain(error: BaseException) -> str:
 
 def translate(peer: Member, error: BaseException) -> CallError:
     """Return the rayrpc error for an error of Ray on a call to ``peer``."""
+    if isinstance(error, CallError):
+        return error
     if isinstance(error, RayTaskError):
         return CallError(f"RPC worker {peer.name!r} could not handle a call: {_plain(error)}")
     if isinstance(error, ActorUnavailableError):
@@ -121,7 +123,7 @@ class _RayPending(Pending):
             timeout = max(0.0, timeout - (time.monotonic() - start))
         return self._late().wait(timeout)
 
-    def on_done(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         # runs on Ray's own thread, where any call into Ray would lock up
         def completed(result: Any) -> None:
             if isinstance(result, BaseException):  # Ray Client has others than Ray's own
@@ -140,12 +142,12 @@ class HostedEndpoint:
     The actor forwards to it; a transport plugs itself in while its worker is in a group.
 
     Args:
-        handle (Any): the actor's own handle.
+        name (str): the actor's.
         threads (int): size of the concurrency group that serves calls.
     """
 
-    def __init__(self, handle: Any, threads: int) -> None:
-        self.handle = handle
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
         self.watch = Watch()
         self._threads = threads
         self._busy = 0
@@ -222,15 +224,17 @@ class RayTransport(Transport):
         self._taken = False  # anything from the relay
         self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
         self._giving = False
+        self._handles: dict[str, Any] = {}  # of peers' stand-ins, by token
         self._plain = through_client()
         self._hosted = hosted_endpoint()
         if self._hosted is not None:
             self._hosted.expect()
-            self._address = self._hosted.handle
+            self._address = Address(self._hosted.name, namespace)
         else:
-            self._address = self._start_relay(worker, token, namespace, joined())
+            self._address = Address(f"{worker}#{token}", namespace)
+            self._relay = self._start_relay(worker, joined())
 
-    def _start_relay(self, worker: str, token: str, namespace: str, joined: Any) -> Any:
+    def _start_relay(self, worker: str, joined: Any) -> Any:
         options: dict[str, Any] = {}
         if not self._plain:
             # with us on our node: then the two die together
@@ -241,13 +245,14 @@ class RayTransport(Transport):
             )
         remote: Any = ray.remote
         relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
-        return relay.options(name=f"{worker}#{token}", namespace=namespace, **options).remote(
+        name, namespace, _ = self._address
+        return relay.options(name=name, namespace=namespace, **options).remote(
             worker, joined, self._plain
         )
 
     @property
     def address(self) -> Address:
-        return Address(self._address)
+        return self._address
 
     @property
     def node(self) -> str:
@@ -270,14 +275,25 @@ class RayTransport(Transport):
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         try:
-            ref = peer.address.actor.handle.remote(to_wire(frame, self._plain))
-        except RayError as exc:
+            ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
+        except (RayError, WorkerDiedError) as exc:
             pending = PendingReply()
             pending.complete(Error(translate(peer, exc)))
             return pending
         return _RayPending(self, peer, frame.call_id, ref)
 
+    def _handle(self, peer: Member) -> Any:
+        """Return the handle of a peer's stand-in."""
+        handle = self._handles.get(peer.token)
+        if handle is None:
+            try:
+                handle = self._handles[peer.token] = peer.address.find()
+            except ValueError:
+                raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
+        return handle
+
     def lost(self, peer: Member, error: BaseException) -> None:
+        self._handles.pop(peer.token, None)
         with self._lock:
             ids = [i for i, (_, token) in self._replies.items() if token == peer.token]
             replies = [self._replies.pop(i)[0] for i in ids]
@@ -299,8 +315,8 @@ class RayTransport(Transport):
         elif ray.is_initialized():
             if self._taken:  # else no peer waits for a reply; the relay may not even run yet
                 with contextlib.suppress(RayError):
-                    ray.get(self._address.close.remote(self._token, CLOSE_SECONDS))
-            ray.kill(self._address)
+                    ray.get(self._relay.close.remote(self._token, CLOSE_SECONDS))
+            ray.kill(self._relay)
         self._threads.close()
 
     # -- replies that come later --------------------------------------------------------------
@@ -328,7 +344,9 @@ class RayTransport(Transport):
     def deliver(self, frame: Frame, reply: Frame) -> None:
         peer = self._find(frame.src)
         if peer is not None and not self._closed:
-            peer.address.actor.deliver.remote(frame.call_id, to_wire(reply, self._plain))
+            with contextlib.suppress(WorkerDiedError):
+                handle = self._handle(peer)
+                handle.deliver.remote(frame.call_id, to_wire(reply, self._plain))
 
     # -- serving ------------------------------------------------------------------------------
 
@@ -351,7 +369,7 @@ class RayTransport(Transport):
         results: list[tuple[int, Wire]] = []
         while not self._closed:
             try:
-                items = ray.get(self._address.exchange.remote(results))
+                items = ray.get(self._relay.exchange.remote(results))
             except RayActorError:
                 if not self._closed:
                     logger.error("the relay of this worker is gone: no peer can reach it")
@@ -424,4 +442,4 @@ class RayTransport(Transport):
                     self._giving = False
                     return
             with contextlib.suppress(RayError):  # then the relay is gone, and so are the calls
-                ray.get(self._address.give.remote(results))
+                ray.get(self._relay.give.remote(results))

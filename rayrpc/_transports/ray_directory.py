@@ -151,10 +151,14 @@ class DirectoryActor:
                 await asyncio.wait_for(self._changed.wait_for(seen), JOIN_SEEN_SECONDS)
 
     async def _watch(self, member: Member) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                await member.address.actor.watch.remote(member.token)
+                actor = await loop.run_in_executor(None, member.address.find)
+                await actor.watch.remote(member.token)
                 kind, cause = "left", ""
+            except ValueError:
+                kind, cause = "died", "it ended while it joined"
             except ActorUnavailableError:
                 await asyncio.sleep(0.2)  # a passing fault of the network; look again
                 continue

@@ -24,6 +24,7 @@ import time
 from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 
 from rayrpc._runtime.messages import Frame
 
@@ -66,13 +67,25 @@ class LaneAddress(NamedTuple):
 class Address(NamedTuple):
     """How peers reach a worker.
 
+    It holds names, no handles: a handle can be unpickled only while its program runs, and news of
+    a worker may arrive after its end.
+
     Args:
-        actor (Any): handle of its stand-in.
+        actor (str): name of its stand-in.
+        namespace (str): where Ray knows that name.
         lane (LaneAddress | None): where it accepts lanes, if it does.
     """
 
-    actor: Any
+    actor: str
+    namespace: str
     lane: LaneAddress | None = None
+
+    def find(self) -> Any:
+        """Return a handle of the stand-in; ValueError if it has ended."""
+        try:
+            return ray.get_actor(self.actor, namespace=self.namespace)
+        except (AssertionError, RayError) as exc:  # it was just ending
+            raise ValueError(str(exc)) from exc
 
 
 def to_wire(frame: Frame, plain: bool = False) -> Wire:

@@ -68,7 +68,7 @@ class HostedWorker:
         self._captures = capture
         self._capture: Capture | None = None
         self._capturing = threading.Event()
-        self._endpoint = HostedEndpoint(context.current_actor, GROUPS["rpc"])
+        self._endpoint = HostedEndpoint(context.get_actor_name() or "", GROUPS["rpc"])
         hosted_endpoint(self._endpoint)
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from conftest import eventually
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.outcome import Error, Value
 from rayrpc._runtime.threads import Slots, ThreadCache
-from rayrpc._runtime.timers import Timers
+from rayrpc._runtime.timers import Deadlines
 
 
 @pytest.fixture
@@ -115,36 +115,48 @@ class TestSlots:
         assert done.wait(5)
 
 
-class TestTimers:
-    def test_deadlines_pass_in_order(self):
-        timers, order, done = Timers(), [], threading.Event()
-        timers.after(0.05, lambda: (order.append(2), done.set()))
-        timers.after(0.01, lambda: order.append(1))
-        assert done.wait(5) and order == [1, 2]
-        timers.close()
+class TestDeadlines:
+    def make(self, open_calls):
+        passed = []
+        return Deadlines(
+            open_calls, lambda number, seconds: passed.append((number, seconds))
+        ), passed
 
-    def test_a_cancelled_deadline_never_passes_and_leaves_nothing(self):
-        timers, passed = Timers(), []
-        numbers = [timers.after(60, lambda: passed.append(1)) for _ in range(5000)]
-        soon = timers.after(1.0, lambda: passed.append(1))
-        for number in (*numbers, soon):
-            timers.cancel(number)
-        time.sleep(1.2)
-        assert passed == [] and len(timers._heap) < 2000 and not timers._callbacks
-        timers.close()
+    def test_deadlines_pass_in_order(self):
+        deadlines, passed = self.make({1, 2})
+        deadlines.add(2, 0.05)
+        deadlines.add(1, 0.01)
+        assert eventually(lambda: passed == [(1, 0.01), (2, 0.05)])
+        deadlines.close()
+
+    def test_a_call_that_ended_never_expires_and_leaves_nothing(self):
+        open_calls = set()
+        deadlines, passed = self.make(open_calls)
+        for number in range(5000):
+            open_calls.add(number)
+            deadlines.add(number, 60)
+            if number:  # the first keeps its place in line
+                open_calls.remove(number)
+        open_calls.add(-1)
+        deadlines.add(-1, 0.3)
+        open_calls.remove(-1)
+        time.sleep(0.5)
+        assert passed == [] and len(deadlines._lines[60]) < 2000 and len(deadlines._lines) == 1
+        deadlines.close()
 
     def test_a_callback_that_fails_does_not_stop_the_others(self):
-        timers, done = Timers(), threading.Event()
-        timers.after(0, lambda: 1 / 0)
-        timers.after(0.02, done.set)
-        assert done.wait(5)
-        timers.close()
+        passed = []
+        deadlines = Deadlines({0, 1}, lambda number, _: passed.append(1 // number))
+        deadlines.add(0, 0.001)
+        deadlines.add(1, 0.02)
+        assert eventually(lambda: passed == [1])
+        deadlines.close()
 
     def test_after_close_nothing_happens(self):
-        timers, passed = Timers(), []
-        timers.after(0.02, lambda: passed.append(1))
-        timers.close()
-        timers.after(0.0, lambda: passed.append(1))
+        deadlines, passed = self.make({1, 2})
+        deadlines.add(1, 0.02)
+        deadlines.close()
+        deadlines.add(2, 0.001)
         time.sleep(0.1)
         assert passed == []
 

@@ -18,6 +18,7 @@ from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.outcome import Value
 from rayrpc._runtime.threads import ThreadCache
+from rayrpc._runtime.turns import Watch
 from rayrpc._transports.base import Deferred, PendingReply
 from rayrpc._transports.lane import Lane
 from rayrpc._transports.lane_auth import CHALLENGE_SIZE, Answer
@@ -38,7 +39,8 @@ class Callee:
 
     def __init__(self):
         self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
-        self.server = LaneServer("callee", "127.0.0.1", self.threads)
+        self.watch = Watch()
+        self.server = LaneServer("callee", "127.0.0.1", self.threads, self.watch)
         self.answer = lambda frame: frame.data
         self.server.start(SECRET, self.serve, lambda frame, reply: False)
 
@@ -50,6 +52,7 @@ class Callee:
 
     def close(self):
         self.server.close(0.5)
+        self.watch.close()
         self.threads.close()
 
 
@@ -119,7 +122,7 @@ def lane(request, callee):
     family = socket.AF_UNIX if request.param == "unix" else socket.AF_INET
     owner = Owner(callee, family)
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
-    lane = Lane(Member("callee", "bob", 1), owner, threads)
+    lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
     lane.owner = owner
     yield lane
     lane.fail(CallLostError("the test is over"))
@@ -193,8 +196,7 @@ class TestCalls:
         assert result == [b"0.6"]
         assert late.wait(PATIENCE).data == b"1.0"
 
-    def test_threads_go_when_there_is_nothing_to_do(self, callee, lane, monkeypatch):
-        monkeypatch.setattr("rayrpc._transports.lane_server.IDLE_SECONDS", 0.2)
+    def test_threads_go_when_there_is_nothing_to_do(self, callee, lane):
         callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
         calls = [lane.call(frame(i, b"x")) for i in range(1, 20)]
         assert all(call.wait(PATIENCE).data == b"x" for call in calls)
@@ -238,7 +240,7 @@ class TestCuts:
 
         owner.connect = connect
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
-        lane = Lane(Member("callee", "bob", 1), owner, threads)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
         calls = [lane.call(frame(i)) for i in range(3)]
         outcomes = []
         calls[0].on_done(outcomes.append)
@@ -328,7 +330,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         unix, port = process.stdout.readline().split()
         server = type("Server", (), {"unix": unix, "port": int(port)})
         owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
-        lane = Lane(Member("callee", "bob", 1), owner, threads)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
         assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
         big = [lane.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
