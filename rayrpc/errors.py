@@ -9,6 +9,7 @@
     ├── CallError                           one call went wrong on its way
     │   ├── CallTimeoutError                ... took longer than its timeout
     │   ├── SerializationError              ... has an argument or a result that cannot be sent
+    │   │   └── DeviceMapError              ... a tensor on a device that no device map names
     │   ├── CallLostError                   ... was cut off: it may or may not have run
     │   └── WorkerDiedError                 ... went to a worker that died or left
     └── FunctionNotFoundError (and AttributeError)
@@ -25,6 +26,7 @@ __all__ = [
     "CallTimeoutError",
     "ClusterError",
     "ConfigError",
+    "DeviceMapError",
     "FunctionNotFoundError",
     "GroupError",
     "NotInitializedError",
@@ -69,6 +71,10 @@ class CallTimeoutError(CallError):
 
 class SerializationError(CallError):
     """An argument or a result cannot be sent to another worker."""
+
+
+class DeviceMapError(SerializationError):
+    """A tensor is on a device for which the receiver has no place in a device map."""
 
 
 class CallLostError(CallError):

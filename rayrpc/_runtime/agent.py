@@ -13,6 +13,7 @@ import torch
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.devices import DeviceRoutes
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.ids import IdSource, WorkerInfo
 from rayrpc._runtime.membership import Change, Member, Snapshot
@@ -78,11 +79,15 @@ class Agent:
         ids = IdSource(me.id, me.epoch)
         self.rrefs = RRefContext(me.id, ids, rref_maker(self), self._speak)
         codec = Codec(self.rrefs)
+        self._devices = DeviceRoutes(me.name, options.device_maps)
+        for member in snapshot.members:
+            self._devices.add(member)
         self.caller = Caller(
             self.info,
             snapshot.session,
             me.main,
             codec,
+            self._devices,
             self.rrefs,
             self._replies,
             self._send,
@@ -92,10 +97,12 @@ class Agent:
             self.info,
             snapshot.session,
             codec,
+            self._devices,
             self.rrefs,
             self._threads,
             self._slots,
             self._shares_main,
+            self._name_of,
             lambda: self.rpc_timeout,
             hooks,
         )
@@ -207,6 +214,10 @@ class Agent:
             )
         return timeout
 
+    def _name_of(self, worker_id: int) -> str:
+        member = self._members.get(worker_id)
+        return f"id {worker_id}" if member is None else member.name
+
     def _shares_main(self, worker_id: int) -> bool:
         member = self._members.get(worker_id)
         return member is not None and member.main == self.member.main
@@ -218,6 +229,7 @@ class Agent:
         self._members[member.id] = member
         self._names[member.name] = member
         self._former.pop(member.name, None)
+        self._devices.add(member)
         self.rrefs.joined(member.id)
 
     def _apply(self, changes: list[Change]) -> None:

@@ -14,12 +14,14 @@ from torch.futures import Future
 
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.devices import DeviceRoutes, refuse
 from rayrpc._runtime.hooks import Hook, IncomingCall
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.remote_errors import RemoteException, describe
 from rayrpc._runtime.rref_context import RRefContext
+from rayrpc._runtime.tensors import NoDeviceError
 from rayrpc._runtime.threads import Slots, ThreadCache
 from rayrpc._runtime.turns import Habits, step_aside
 from rayrpc._transports.base import Deferred
@@ -34,9 +36,10 @@ class Callee:
     Args:
         me (WorkerInfo): this worker.
         session (int): of its group.
-        codec, rrefs, threads: of this worker.
+        codec, devices, rrefs, threads: of this worker.
         slots (Slots): how many users' functions run at a time.
-        shares_main (Callable): tells whether a worker's ``__main__`` is ours.
+        shares_main (Callable): tells whether a worker's ``__main__`` is ours, by its id.
+        name_of (Callable): returns a worker's name.
         rpc_timeout (Callable): returns the default timeout in seconds, 0 for none.
         hooks (list[Hook]): the agent's list.
     """
@@ -46,20 +49,24 @@ class Callee:
         me: WorkerInfo,
         session: int,
         codec: Codec,
+        devices: DeviceRoutes,
         rrefs: RRefContext,
         threads: ThreadCache,
         slots: Slots,
         shares_main: Any,
+        name_of: Any,
         rpc_timeout: Any,
         hooks: list[Hook],
     ) -> None:
         self._me = me
         self._session = session
         self._codec = codec
+        self._devices = devices
         self._rrefs = rrefs
         self._threads = threads
         self._slots = slots
         self._shares_main = shares_main
+        self._name_of = name_of
         self._rpc_timeout = rpc_timeout
         self._hooks = hooks
         self._habits = Habits()
@@ -231,7 +238,10 @@ class Callee:
 
     def _value(self, frame: Frame, value: Any, meta: dict[str, Any] | None) -> Frame:
         try:
-            payload = self._codec.encode(value, frame.src, self._shares_main(frame.src))
+            devices = self._devices.of_results(frame.src)
+            payload = self._codec.encode(value, frame.src, self._shares_main(frame.src), devices)
+        except NoDeviceError as exc:
+            return self._error(frame, refuse(exc.device, "Response", self._name_of(frame.src)))
         except SerializationError as exc:
             named = SerializationError(f"A result of RPC worker {self._me.name!r} {exc}")
             return self._error(frame, named)

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.devices import DeviceRoutes, refuse
 from rayrpc._runtime.hooks import Hook, OutgoingCall
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.membership import Member
@@ -23,6 +24,7 @@ from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._runtime.outcome import Error, Outcome, Value, fresh
 from rayrpc._runtime.remote_errors import rebuild
 from rayrpc._runtime.rref_context import RRefContext
+from rayrpc._runtime.tensors import NoDeviceError
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._runtime.timers import Deadlines
 from rayrpc._runtime.turns import has_turn, step_aside
@@ -93,7 +95,7 @@ class Caller:
         me (WorkerInfo): this worker.
         session (int): of its group.
         main (str): identity of this process's ``__main__``.
-        codec, rrefs, threads: of this worker.
+        codec, devices, rrefs, threads: of this worker.
         way (Way): sends frames.
         hooks (list[Hook]): the agent's list.
     """
@@ -104,6 +106,7 @@ class Caller:
         session: int,
         main: str,
         codec: Codec,
+        devices: DeviceRoutes,
         rrefs: RRefContext,
         threads: ThreadCache,
         way: Way,
@@ -113,6 +116,7 @@ class Caller:
         self._session = session
         self._main = main
         self._codec = codec
+        self._devices = devices
         self._rrefs = rrefs
         self._threads = threads
         self._way = way
@@ -222,7 +226,12 @@ class Caller:
     def _encode(self, to: Member, func: Any, args: Any, kwargs: Any) -> tuple[bool, Payload]:
         is_async = hasattr(func, "_wrapped_async_rpc_function")
         try:
-            payload = self._codec.encode((func, args, kwargs), to.id, to.main == self._main)
+            devices = self._devices.of_calls(to.name)
+            payload = self._codec.encode(
+                (func, args, kwargs), to.id, to.main == self._main, devices
+            )
+        except NoDeviceError as exc:
+            raise refuse(exc.device, "Request", to.name) from None
         except SerializationError as exc:
             name = getattr(func, "__qualname__", repr(func))
             raise SerializationError(

@@ -24,6 +24,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from rayrpc._runtime.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.messages import Fork, Payload
 from rayrpc._runtime.tensors import INLINE_BYTES, reduce_array, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
@@ -57,12 +58,15 @@ class Sharer(Protocol):
 class _Encoding:
     """What the reducers of one pickle need and leave."""
 
-    __slots__ = ("_sharer", "_to", "buffers", "by_value", "forks")
+    __slots__ = ("_sharer", "_to", "buffers", "by_value", "devices", "forks")
 
-    def __init__(self, sharer: Sharer, to: int | None, by_value: bool) -> None:
+    def __init__(
+        self, sharer: Sharer, to: int | None, by_value: bool, devices: DeviceMap | None
+    ) -> None:
         self._sharer = sharer
         self._to = to
         self.by_value = by_value
+        self.devices = devices
         self.buffers: list[pickle.PickleBuffer] = []
         self.forks: list[Fork] = []
 
@@ -180,6 +184,20 @@ class _ByValue(cloudpickle.Pickler):
     dispatch_table: Any = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # noqa: RUF012
 
 
+def _reduce_mapped(tensor: torch.Tensor) -> Any:
+    encoding = _session.encoding
+    assert encoding is not None and encoding.devices is not None
+    return reduce_mapped(tensor, encoding.devices, reduce_tensor)
+
+
+class _MappedByReference(pickle.Pickler):
+    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _REDUCERS)  # noqa: RUF012
+
+
+class _MappedByValue(cloudpickle.Pickler):
+    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _ByValue.dispatch_table)  # noqa: RUF012
+
+
 class Codec:
     """Encode and decode for one worker.
 
@@ -190,35 +208,41 @@ class Codec:
     def __init__(self, sharer: Sharer) -> None:
         self._sharer = sharer
 
-    def encode(self, obj: Any, to: int | None, shares_main: bool) -> Payload:
+    def encode(
+        self, obj: Any, to: int | None, shares_main: bool, devices: DeviceMap | None = None
+    ) -> Payload:
         """Pickle ``obj`` for worker ``to``.
 
         Args:
             obj: what to send.
             to (int | None): the receiving worker's id; None if not known.
             shares_main (bool): the receiver's ``__main__`` is the same program as ours.
+            devices (DeviceMap | None): where tensors go there.
 
         Raises:
             SerializationError: it cannot be pickled, by reference or by value.
+            NoDeviceError: a tensor in it is on a device that has no place there.
         """
         if type(obj) in _PLAIN:
             return Payload(pickle.dumps(obj, 5), [])
         try:
-            payload = self._dump(_ByReference, obj, to)
+            payload = self._dump(_ByReference, obj, to, devices)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
-            return self._by_value(obj, to, exc)
+            return self._by_value(obj, to, exc, devices)
         if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
             for fork in payload.forks:
                 self._sharer.unshare(fork)
-            return self._by_value(obj, to, None)
+            return self._by_value(obj, to, None, devices)
         return payload
 
-    def _by_value(self, obj: Any, to: int | None, first: BaseException | None) -> Payload:
+    def _by_value(
+        self, obj: Any, to: int | None, first: BaseException | None, devices: DeviceMap | None
+    ) -> Payload:
         main = sys.modules.get("__mp_main__")
         if main is not None:  # the main of a spawned process is one, too
             cloudpickle.register_pickle_by_value(main)
         try:
-            return self._dump(_ByValue, obj, to)
+            return self._dump(_ByValue, obj, to, devices)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
             raise SerializationError(
                 f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
@@ -226,8 +250,10 @@ class Codec:
                 "share such objects through an RRef."
             ) from (first or exc)
 
-    def _dump(self, pickler: Any, obj: Any, to: int | None) -> Payload:
-        encoding = _Encoding(self._sharer, to, pickler is _ByValue)
+    def _dump(self, pickler: Any, obj: Any, to: int | None, devices: DeviceMap | None) -> Payload:
+        encoding = _Encoding(self._sharer, to, pickler is _ByValue, devices)
+        if devices is not None:
+            pickler = _MappedByValue if encoding.by_value else _MappedByReference
         file = io.BytesIO()
         outer = _session.encoding
         _session.encoding = encoding

@@ -5,8 +5,8 @@ over the tensor's own memory, so sending copies nothing here; the receiver's ten
 buffer that the transport brought, which belongs to it alone.  Torch's own reduction pickles the
 same tensor four to ten times slower, and cannot do without a copy.
 
-Sparse, quantized and other layouts, other devices and subclasses keep torch's reduction, whose
-inner dense tensors come back here.
+Sparse, quantized and other layouts and subclasses keep torch's reduction, whose inner dense
+tensors come back here.  For tensors on other devices see ``devices.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["INLINE_BYTES", "reduce_array", "reduce_tensor"]
+__all__ = ["INLINE_BYTES", "NoDeviceError", "reduce_array", "reduce_tensor"]
 
 # Below this size a view is sent with the gaps between its elements, as torch does; above it,
 # when the gaps weigh more than the elements, it is made contiguous first.
@@ -43,6 +43,18 @@ _DTYPES = (
 )
 _NUMPY = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NUMPY_DTYPES = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DTYPES)
+
+
+class NoDeviceError(Exception):
+    """A tensor is on a device that has no place at the receiver.
+
+    Args:
+        device (torch.device): which.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(str(device))
+        self.device = device
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -103,11 +115,8 @@ def _buffer(tensor: torch.Tensor) -> pickle.PickleBuffer:
 
 
 def _reduce_by_torch(tensor: torch.Tensor) -> Any:
-    if tensor.device.type not in ("cpu", "meta"):
-        raise RuntimeError(
-            f"A tensor on {tensor.device} cannot be sent: device maps are not part of this "
-            "release of rayrpc. Move it to the CPU first, with tensor.cpu()."
-        )
+    if tensor.device.type not in ("cpu", "meta") and tensor.layout is torch.strided:
+        raise NoDeviceError(tensor.device)
     # a result of autograd is sent as the leaf that it becomes there
     leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
     return leaf.__reduce_ex__(5)

@@ -21,6 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 TICK_SECONDS = 0.002
 # After so many ticks without a message the watch sleeps until there is one.
 QUIET_TICKS = 25
+CHORE_SECONDS = 5.0
 
 # What takes no longer than this may run where the next message would wait for it, once it has
 # done so often: a quick run counts 1, a slow one takes away many, and a hiccup can be made up for.
@@ -117,9 +118,14 @@ class Turn:
 
 
 class Watch:
-    """End turns of threads that are busy with one message for long."""
+    """End turns of threads that are busy with one message for long.
 
-    def __init__(self) -> None:
+    Args:
+        chore (Callable): called every ``CHORE_SECONDS``, once there was a message; must be short.
+    """
+
+    def __init__(self, chore: Callable[[], None] = lambda: None) -> None:
+        self._chore = chore
         self._turns: dict[Turn, int] = {}  # the serial that was seen last
         self._awake = threading.Event()
         self._lock = threading.Lock()
@@ -153,7 +159,11 @@ class Watch:
 
     def _run(self) -> None:
         quiet = 0
+        due = time.monotonic() + CHORE_SECONDS
         while not self._closed:
+            if time.monotonic() > due:
+                due = time.monotonic() + CHORE_SECONDS
+                self._chore()
             time.sleep(TICK_SECONDS)
             if self._look():
                 quiet = 0
@@ -164,7 +174,7 @@ class Watch:
             self._awake.clear()
             self.sleeps = True
             if not self._look():  # a turn that began meanwhile may have seen us awake
-                self._awake.wait()
+                self._awake.wait(CHORE_SECONDS)
             self.sleeps = False
             quiet = 0
 

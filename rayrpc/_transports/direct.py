@@ -76,7 +76,7 @@ class DirectTransport(Transport):
         self._only = only
         self._node = ray_transport.node_id
         self._threads = ThreadCache("rayrpc-lane", soft_limit=10_000)  # most wait for a message
-        self._watch = Watch()
+        self._watch = Watch(lambda: self._threads.submit(self._rest))
         self._server = LaneServer(token, ray_transport.node, self._threads, self._watch)
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
@@ -176,6 +176,13 @@ class DirectTransport(Transport):
                 return True
             time.sleep(0.01)
         return False
+
+    def _rest(self) -> None:
+        """Let go of memory that lanes have not used for a while."""
+        self._server.rest()
+        for way in list(self._peers.values()):
+            if way.lane is not None:
+                way.lane.rest()
 
     # -- what lanes need ----------------------------------------------------------------------
 

@@ -171,6 +171,26 @@ class Lane:
         for call in calls:
             self._complete(call, Error(error), None)
 
+    def rest(self) -> None:
+        """Let go of memory that was not used for a while, and hear what the peer lets go of."""
+        stream = self._stream
+        if stream is None or self._broken:
+            return
+        stream.rest()
+        with self._lock:
+            if self._leading or self._broken:
+                return
+            self._leading = True
+        try:
+            while stream.wait(0):
+                self._take(stream.read())
+        except TimeoutError:
+            pass
+        except EOFError as exc:
+            self._end(f"its connection was cut ({exc})")
+        finally:
+            self._step_down()
+
     def close_after_fork(self) -> None:
         """Close the descriptor that a forked child inherited."""
         if self._stream is not None:

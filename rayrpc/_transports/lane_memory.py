@@ -15,6 +15,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,8 +26,9 @@ import torch
 
 __all__ = ["MappedSegments", "Segment", "SegmentPool", "is_supported", "room"]
 
-# Segments that are not in use are kept up to this many bytes.
-KEPT_BYTES = 256 << 20
+# Segments that are not in use are kept up to this many bytes in all, and for this long.
+KEPT_BYTES = 1 << 30
+KEPT_SECONDS = 10.0
 SMALLEST = 256 << 10
 ALIGNMENT = 64
 # Copies of so many bytes are worth several threads.
@@ -50,6 +52,15 @@ def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
 def room(lengths: Sequence[int]) -> int:
     """Return how many bytes of a segment buffers need."""
     return offsets(lengths)[1]
+
+
+def capacity_for(size: int) -> int:
+    """Return the size of the segment to make for ``size`` bytes: up to an eighth more.
+
+    So segments fit messages that are nearly alike, and little memory lies idle.
+    """
+    step = max(SMALLEST, 1 << max(0, size.bit_length() - 4))
+    return -(-size // step) * step
 
 
 def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
@@ -79,6 +90,8 @@ class Segment:
     def __init__(self, number: int, capacity: int, pass_on: Callable[[int], None]) -> None:
         self.number = number
         self.capacity = capacity
+        #: when it was given back last
+        self.free_since = 0.0
         descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, capacity)
@@ -123,7 +136,7 @@ class SegmentPool:
         Raises:
             OSError: there is no memory, or no descriptor, for another.
         """
-        capacity = max(SMALLEST, 1 << (size - 1).bit_length())
+        capacity = capacity_for(size)
         with self._lock:
             segment = self._free[capacity].pop() if self._free[capacity] else None
             if segment is not None:
@@ -145,8 +158,22 @@ class SegmentPool:
                 segment.close()
                 return False
             self._kept += segment.capacity
+            segment.free_since = time.monotonic()
             self._free[segment.capacity].append(segment)
             return True
+
+    def trim(self) -> list[int]:
+        """Let go of segments that were not used for a while; return their numbers."""
+        limit = time.monotonic() - KEPT_SECONDS
+        dropped = []
+        with self._lock:
+            for segments in self._free.values():
+                while segments and segments[0].free_since < limit:
+                    segment = segments.pop(0)
+                    self._kept -= segment.capacity
+                    segment.close()
+                    dropped.append(segment.number)
+        return dropped
 
     def close(self) -> None:
         """Let go of all memory; what receivers have mapped stays theirs."""

@@ -90,6 +90,11 @@ class LaneServer:
         for connection in connections:
             connection.close()
 
+    def rest(self) -> None:
+        """Let go of memory that was not used for a while."""
+        for connection in list(self._connections):
+            connection.rest()
+
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited: else peers see no end of them."""
         for connection in list(self._connections):
@@ -163,6 +168,10 @@ class _Connection:
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
         self._stream.close_after_fork()
+
+    def rest(self) -> None:
+        """Let go of memory that was not used for a while."""
+        self._stream.rest()
 
     def _read(self) -> None:
         """Read calls and answer them, until this thread's turn ends."""

@@ -129,6 +129,13 @@ class Stream:
             call_id, shared_parts(call_id, head, Place(segment.number, lengths))
         )
 
+    def rest(self) -> None:
+        """Let go of memory that was not used for a while."""
+        if self._pool is not None:
+            for number in self._pool.trim():
+                self._outbox.note(note_part(number, DROPPED))
+            self._outbox.flush_notes()
+
     def close(self) -> None:
         """End the connection, and let go of its memory."""
         with contextlib.suppress(OSError):

@@ -355,6 +355,15 @@ class Outbox:
             self._busy = True
         self._drain()
 
+    def flush_notes(self) -> None:
+        """Write the notes that no message has taken along."""
+        with self._lock:
+            if self._busy or not self._notes:
+                return
+            self._busy = True
+        if self._write([_Outgoing(NO_CALL, self._take_notes())], SEND_PATIENCE):
+            self._drain()
+
     def _take_notes(self) -> list[bytes]:
         notes = []
         while self._notes:

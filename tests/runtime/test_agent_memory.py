@@ -39,12 +39,14 @@ WAIT = 10.0
 class Node:
     """A worker, its agent, and a way to kill it."""
 
-    def __init__(self, hub, name, rank=-1, world_size=None, hooks=(), **options):
+    def __init__(self, hub, name, rank=-1, world_size=None, hooks=(), extra=None, **options):
         token = f"{name}-{time.monotonic_ns()}"
         self.name = name
         self.transport = MemoryTransport(hub, token)
         self.directory = MemoryDirectory(hub, "key")
-        request = Member(token, name, rank, world_size, self.transport.address, main="program")
+        request = Member(
+            token, name, rank, world_size, self.transport.address, main="program", extra=extra or {}
+        )
         self.agent = Agent(
             self.directory.join(request, WAIT),
             self.transport,
