@@ -65,15 +65,20 @@ _ALL_WORKER_NAMES: set[str] = set()
 _thread_local_var = threading.local()
 
 
+def _initialized() -> Any:
+    """Return the agent; raise torch's error before ``init_rpc``."""
+    if not _is_current_rpc_agent_set():
+        text = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
+        raise NotInitializedError(text)
+    return _get_current_rpc_agent()
+
+
 def _require_initialized(func: F) -> F:
     """Raise torch's error where ``func`` is called before ``init_rpc``."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _is_current_rpc_agent_set():
-            raise NotInitializedError(
-                "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
-            )
+        _initialized()
         return func(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -249,8 +254,7 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 def _prepare(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     if not callable(func):
         raise TypeError("function should be callable.")
-    args = args if args else ()
-    kwargs = kwargs if kwargs else {}
+    args, kwargs = args or (), kwargs or {}
     if _default_pickler is _internal_rpc_pickler:
         return func, args, kwargs
     data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args, kwargs))
@@ -259,7 +263,6 @@ def _prepare(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return run, (data, tensors), {}
 
 
-@_require_initialized
 def rpc_sync(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
@@ -283,13 +286,12 @@ def rpc_sync(
 
     Source: ``torch.distributed.rpc.rpc_sync``.
     """
-    agent = _get_current_rpc_agent()
+    agent = _initialized()
     return agent.caller.sync(
         agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
     )
 
 
-@_require_initialized
 def rpc_async(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
@@ -302,7 +304,7 @@ def rpc_async(
 
     Source: ``torch.distributed.rpc.rpc_async``.
     """
-    agent = _get_current_rpc_agent()
+    agent = _initialized()
     future = agent.caller.future(
         agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
     )
@@ -312,7 +314,6 @@ def rpc_async(
     return future
 
 
-@_require_initialized
 def remote(
     to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
@@ -325,7 +326,7 @@ def remote(
 
     Source: ``torch.distributed.rpc.remote``.
     """
-    agent = _get_current_rpc_agent()
+    agent = _initialized()
     return agent.caller.remote(
         agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
     )
@@ -387,10 +388,8 @@ def _get_debug_info() -> dict[str, str]:
     from rayrpc import autograd
 
     agent = _get_current_rpc_agent()
-    info = agent.rrefs.debug_info()
-    info.update(agent.get_debug_info())
-    info.update(autograd._get_debug_info())
-    return info
+    info = {**agent.rrefs.debug_info(), **agent.get_debug_info()}
+    return {**info, **autograd._get_debug_info()}
 
 
 # -- gathering ----------------------------------------------------------------------------------

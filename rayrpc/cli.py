@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from rayrpc import __version__, config
 from rayrpc.errors import ConfigError, RpcError
 
 __all__ = ["main"]
+
+# After Ctrl-C, a process that has not ended by itself in this time is ended.
+LAST_SECONDS = 5.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(exc.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        # at once: what ends the interpreter may wait for what nobody will end any more
+        last = threading.Timer(LAST_SECONDS, os._exit, (130,))
+        last.daemon = True
+        last.start()
         return 130
     except BaseException as exc:
         # from the script's own first line on

@@ -28,6 +28,9 @@ __all__ = ["LaneServer"]
 
 logger = logging.getLogger(__name__)
 
+# How long a read waits; nothing depends on it, for who closes a connection ends its reads.
+IDLE_SECONDS = 60.0
+
 # Called with a frame and its reply; returns True if it sends the reply by another way.
 OtherWay = Callable[[Frame, Frame], bool]
 
@@ -109,7 +112,7 @@ class LaneServer:
 
     def _welcome(self, member: socket.socket) -> None:
         assert self._serve is not None
-        prepare(member)
+        prepare(member, IDLE_SECONDS)
         self._connections.add(
             _Connection(member, self._serve, self._other_way, self._threads, self._watch)
         )

@@ -105,11 +105,11 @@ def note_part(number: int, note: int) -> bytes:
     return _PREFIX.pack(number, 0, 0, note)
 
 
-def prepare(connection: socket.socket) -> None:
+def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
     """Set a connection's options: reads come back every tick, and nothing waits to be sent."""
     connection.setblocking(True)
-    whole = int(TICK_SECONDS)
-    rest = int((TICK_SECONDS - whole) * 1e6)
+    whole = int(tick)
+    rest = int((tick - whole) * 1e6)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, rest))
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import time
 import warnings
@@ -35,6 +36,7 @@ __all__ = ["RankContext", "spawn"]
 logger = logging.getLogger(__name__)
 
 OUTPUT_SECONDS = 5.0
+TURN_SECONDS = 0.5
 
 
 class RankContext:
@@ -83,8 +85,7 @@ class RankContext:
         if not self._rank_of:
             return True
         try:
-            ready, _ = ray.wait(list(self._rank_of), timeout=timeout)
-            for ref in ready:
+            for ref in self._wait(timeout):
                 self._check(self._rank_of.pop(ref), ref, grace_period)
         except BaseException:
             self._end_all()
@@ -93,6 +94,16 @@ class RankContext:
             return False
         self._end_all()
         return True
+
+    def _wait(self, timeout: float | None) -> list[Any]:
+        """Return the mains that have ended, as soon as one has."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = end - time.monotonic()
+            # in short turns: between them, Python sees a Ctrl-C whatever Ray does with it
+            ready, _ = ray.wait(list(self._rank_of), timeout=max(0.0, min(left, TURN_SECONDS)))
+            if ready or left <= TURN_SECONDS:
+                return list(ready)
 
     def _check(self, rank: int, ref: Any, grace_period: float | None) -> None:
         pid = self._pids[rank]
