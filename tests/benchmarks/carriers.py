@@ -6,11 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from measures import LOADS, Calls, Effort, measure
+from measures import SMALL_LOADS, Calls, Effort, floats, measure
 
-__all__ = ["Plain", "PlainCaller", "RawCalls", "RpcCalls", "measure_rpc", "wires"]
-
-FLOATS_PER_MB = 2**20 // 4
+__all__ = ["Plain", "PlainCaller", "RawCalls", "RpcCalls", "function", "measure_rpc", "wires"]
 
 
 def same(value: Any) -> Any:
@@ -30,7 +28,7 @@ class Counter:
         return self.count
 
 
-def _function(load: str) -> tuple[Any, tuple[Any, ...]]:
+def function(load: str) -> tuple[Any, tuple[Any, ...]]:
     """Return the function and the arguments of a load."""
     import torch
 
@@ -40,7 +38,8 @@ def _function(load: str) -> tuple[Any, tuple[Any, ...]]:
         return same, (torch.ones(2),)
     if load == "add":
         return torch.add, (torch.ones(2), torch.ones(2))
-    return same, (torch.ones(int(load.removesuffix("MB")) * FLOATS_PER_MB),)
+    tensors = {name: torch.ones(size) for name, size in floats(load).items()}
+    return same, (tensors.get("", tensors),)
 
 
 class RpcCalls(Calls):
@@ -56,7 +55,7 @@ class RpcCalls(Calls):
         self._to = to
 
     def prepare(self, load: str) -> tuple[Any, ...]:
-        return _function(load)
+        return function(load)
 
     def sync(self, *prepared: Any) -> Any:
         func, args = prepared
@@ -106,24 +105,15 @@ class Plain:
         return self._kept
 
 
-def wires() -> dict[str, Any]:
-    """Return by load what a raw actor call carries: the very bytes that rayrpc sends.
-
-    Large tensors are numpy arrays, Ray's best case.
-    """
-    import numpy as np
-
+def wires() -> dict[str, bytes]:
+    """Return by small load what a raw actor call carries: the very bytes that rayrpc sends."""
     from rayrpc._runtime.codec import Codec
     from rayrpc._runtime.messages import Frame, Kind
 
     codec = Codec(None)  # type: ignore[arg-type]  # no RRefs here
-    carried: dict[str, Any] = {}
-    for load in LOADS:
-        if load.endswith("MB"):
-            size = int(load.removesuffix("MB")) * FLOATS_PER_MB
-            carried[load] = np.ones(size, dtype=np.float32)
-            continue
-        func, args = _function(load)
+    carried: dict[str, bytes] = {}
+    for load in SMALL_LOADS:
+        func, args = function(load)
         payload = codec.encode((func, args, {}), 1, True)
         assert not payload.buffers
         carried[load] = Frame(Kind.CALL, 1, 0, 1, data=payload.data).pack()
@@ -131,14 +121,14 @@ def wires() -> dict[str, Any]:
 
 
 class RawCalls(Calls):
-    """Call a ``Plain`` actor.
+    """Call a ``Plain`` actor; large tensors are numpy arrays, Ray's best case.
 
     Args:
         actor: handle of it.
         carried: what ``wires`` returned.
     """
 
-    def __init__(self, actor: Any, carried: dict[str, Any]) -> None:
+    def __init__(self, actor: Any, carried: dict[str, bytes]) -> None:
         import ray
 
         self._actor = actor
@@ -146,7 +136,12 @@ class RawCalls(Calls):
         self._get = ray.get
 
     def prepare(self, load: str) -> tuple[Any, ...]:
-        return (self._carried[load],)
+        if load in self._carried:
+            return (self._carried[load],)
+        import numpy as np
+
+        arrays = {name: np.ones(size, dtype=np.float32) for name, size in floats(load).items()}
+        return (arrays.get("", arrays),)
 
     def sync(self, *prepared: Any) -> Any:
         return self._get(self._actor.same.remote(*prepared))
@@ -175,10 +170,8 @@ class PlainCaller:
         carried: what ``wires`` returned.
     """
 
-    def __init__(self, actor: Any, carried: dict[str, Any]) -> None:
-        # arguments lie in the object store; what is sent should be memory of one's own
-        owned = {k: v if isinstance(v, bytes) else v.copy() for k, v in carried.items()}
-        self._calls = RawCalls(actor, owned)
+    def __init__(self, actor: Any, carried: dict[str, bytes]) -> None:
+        self._calls = RawCalls(actor, carried)
 
     def measure(self, row: str, effort: Effort) -> float:
         """Measure a row from here."""

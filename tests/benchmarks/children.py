@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -32,14 +33,14 @@ class Child:
     Args:
         role: which.
         options: of the script, as on a command line.
-        environ: added to the environment.
+        rests: stop it, and its process group, which is its own then, while nothing is asked.
     """
 
-    def __init__(self, role: str, *options: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(self, role: str, *options: str, rests: bool = False) -> None:
         self.role = role
+        self._rests = rests
         self._process = subprocess.Popen(
             [sys.executable, str(SCRIPT), "--role", role, *options],
-            env={**os.environ, **(environ or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -48,6 +49,7 @@ class Child:
     def wait_ready(self) -> None:
         """Wait until it is set up."""
         self._read()
+        self._signal(signal.SIGSTOP)
 
     def ask(self, question: dict[str, Any]) -> Any:
         """Return the answer to a question.
@@ -56,12 +58,21 @@ class Child:
             ChildError: it failed, or is gone.
         """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
+            return self._read()
         except BrokenPipeError:
             raise ChildError(f"{self.role} is gone") from None
-        return self._read()
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: int) -> None:
+        # should this process be killed, the kernel wakes the group, and ends it by SIGHUP
+        if self._rests:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -76,6 +87,7 @@ class Child:
     def release(self) -> None:
         """Tell it to end."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 

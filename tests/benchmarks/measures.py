@@ -1,7 +1,7 @@
 """The rows of the benchmark: what is timed, and how, whatever carries the calls.
 
 A row is a loop over a ``Calls``; a system takes part by being one.  Only the standard library is
-imported here, so that a plain Ray actor can run the loops too.
+imported at the top, so that a plain Ray actor can run the loops too.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["LOADS", "ROWS", "Calls", "Effort", "Row", "measure"]
+__all__ = ["ROWS", "SMALL_LOADS", "Calls", "Effort", "Quantity", "Row", "floats", "measure"]
 
 BATCH = 500
 THREADS = 8
-MEGABYTES = (1, 16, 64)
+MEGABYTES = (1, 16, 64, 256)
+HUGE = 256  # MB: takes GBs of memory, and few samples do
+FEW_SAMPLES = 4
+STATE_TENSORS, STATE_FLOATS = 60, 4096
 
-#: what a call takes and gives back: an int, tensors of two floats, tensors of so many MB
-LOADS = ("int", "tensor", "add", *(f"{size}MB" for size in MEGABYTES))
+#: what a call takes and gives back: an int, tensors of two floats; beside these there are
+#: "state-dict" and, as "16MB", tensors of so many MB
+SMALL_LOADS = ("int", "tensor", "add")
+
+
+def floats(load: str) -> dict[str, int]:
+    """Return the sizes, in float32, of the tensors of a load that is not a small one, by name."""
+    if load == "state-dict":
+        return {f"layer{number}.weight": STATE_FLOATS for number in range(STATE_TENSORS)}
+    return {"": int(load.removesuffix("MB")) * 2**20 // 4}
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Calls(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, load: str) -> tuple[Any, ...]:
-        """Return the arguments of the methods below for one of ``LOADS``; not timed."""
+        """Return the arguments of the methods below for a load; not timed."""
 
     @abc.abstractmethod
     def sync(self, *prepared: Any) -> Any:
@@ -71,22 +82,36 @@ class Calls(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Row:
+class Quantity:
     """One thing that is measured.
 
     Args:
         title: in the table.
         unit: of the result; "/s" where more is better.
-        run: does it.
     """
 
     title: str
     unit: str
-    run: Callable[[Calls, Effort], float]
 
     def cost(self, result: float) -> float:
         """Return something proportional to the time per call."""
         return 1 / result if self.unit == "/s" else result
+
+
+@dataclass(frozen=True)
+class Row(Quantity):
+    """A loop over calls.
+
+    Args:
+        run: measures.
+        reference: row that the same process measures right after, to tell what is possible; two
+            times its time is the least that this row can take.
+        memory: GB that it takes, where that is much.
+    """
+
+    run: Callable[[Calls, Effort], float]
+    reference: str = ""
+    memory: int = 0
 
 
 def measure(row: str, calls: Calls, effort: Effort) -> float:
@@ -128,6 +153,22 @@ def _latency(load: str, scale: float) -> Callable[[Calls, Effort], float]:
         return _median(lambda: calls.sync(*prepared), effort) * scale
 
     return run
+
+
+def _huge(calls: Calls, effort: Effort) -> float:
+    return _latency(f"{HUGE}MB", 1e3)(calls, _few(effort))
+
+
+def _few(effort: Effort) -> Effort:
+    return replace(effort, samples=min(effort.samples, FEW_SAMPLES))
+
+
+def _memcpy(_: Calls, effort: Effort) -> float:
+    """Measure one ``copy_`` into memory that is there, by as many threads as torch has here."""
+    import torch
+
+    source, target = (torch.ones(HUGE * 2**20 // 4) for _ in range(2))
+    return _median(lambda: target.copy_(source), effort) * 1e3
 
 
 def _rate(load: str) -> Callable[[Calls, Effort], float]:
@@ -178,8 +219,18 @@ ROWS = {
     "async-add": Row("rpc_async of torch.add, small tensors", "/s", _rate("add")),
     "remote": Row("remote + to_here, one by one", "/s", _keep_rate),
     "threads": Row(f"rpc_sync from {THREADS} threads", "/s", _threads_rate),
+    "state-dict": Row(
+        f"dict of {STATE_TENSORS} tensors of 16 KB there and back, p50",
+        "ms",
+        _latency("state-dict", 1e3),
+    ),
     **{
         f"{size}MB": Row(f"{size} MB tensor there and back, p50", "ms", _latency(f"{size}MB", 1e3))
         for size in MEGABYTES
+        if size < HUGE
     },
+    f"{HUGE}MB": Row(
+        f"{HUGE} MB tensor there and back, p50", "ms", _huge, reference="memcpy", memory=4
+    ),
+    "memcpy": Row(f"{HUGE} MB memcpy (torch's copy_), p50", "ms", _memcpy, memory=1),
 }

@@ -43,10 +43,12 @@ class Member(abc.ABC):
 class Peer(Member):
     """A column."""
 
-    #: heads the column
+    #: names the column in the chart
     title: ClassVar[str]
     #: columns, by role, that this one is compared with
     against: ClassVar[tuple[str, ...]] = ()
+    #: takes CPU time when it is idle, too: while others are measured, its process group is stopped
+    spins: ClassVar[bool] = False
 
     @abc.abstractmethod
     def measure(self, row: str, effort: Effort) -> float:
@@ -59,7 +61,7 @@ class Peer(Member):
 class RawFromDriver(Peer):
     """Actor calls from a process that is attached to the cluster."""
 
-    title = "raw actor, from a driver"
+    title = "Ray actor call from a driver"
 
     def setup(self) -> None:
         import ray
@@ -80,7 +82,8 @@ class RawFromDriver(Peer):
 class RawFromActor(RawFromDriver):
     """Actor calls from another actor."""
 
-    title = "raw actor, from an actor"
+    title = "Ray actor call"
+    against = ("tensorpipe",)
 
     def setup(self) -> None:
         super().setup()
@@ -189,11 +192,13 @@ class TensorPipe(TensorPipeServer, Peer):
 
     name, rank = "client", 1
     title = "TensorPipe"
+    spins = True  # its shared-memory transport polls, by half a core and more a process
     _server: Child | None = None
 
     def setup(self) -> None:
         from torch.distributed import rpc
 
+        os.setpgrp()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -213,12 +218,38 @@ class TensorPipe(TensorPipeServer, Peer):
         self._server.close()
 
 
+# -- Monarch ------------------------------------------------------------------------------------
+
+
+class Monarch(Peer):
+    """Monarch, between this process and one that it starts; left out where it is not installed."""
+
+    title = "Monarch"
+    against = ("tensorpipe",)
+    _procs: Any = None
+
+    def setup(self) -> None:
+        from monarch_calls import MonarchCalls, start
+
+        self._procs, actor = start()
+        self._calls = MonarchCalls(actor)
+        self._calls.sync(*self._calls.prepare("int"))
+
+    def measure(self, row: str, effort: Effort) -> float:
+        return measure(row, self._calls, effort)
+
+    def close(self) -> None:
+        if self._procs is not None:
+            self._procs.stop().get()
+
+
 PEERS: dict[str, type[Peer]] = {
     "raw-actor": RawFromActor,
     "hosted": Hosted,
     "raw-driver": RawFromDriver,
     "attached": Attached,
     "tensorpipe": TensorPipe,
+    "monarch": Monarch,
 }
 ROLES: dict[str, type[Member]] = {
     **PEERS,
