@@ -119,7 +119,16 @@ def _reduce_by_torch(tensor: torch.Tensor) -> Any:
         raise NoDeviceError(tensor.device)
     # a result of autograd is sent as the leaf that it becomes there
     leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
-    return leaf.__reduce_ex__(5)
+    reduction: Any = leaf.__reduce_ex__(5)
+    if leaf.requires_grad and leaf.layout is not torch.strided:  # torch's own reduction drops it
+        return rebuild_leaf, reduction[:2]
+    return reduction
+
+
+def rebuild_leaf(rebuild: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return a tensor that requires grad."""
+    tensor: torch.Tensor = rebuild(*args)
+    return tensor.requires_grad_()
 
 
 class _Memory:

@@ -197,12 +197,15 @@ class Lane:
             self._stream.close_after_fork()
 
     def _connect(self) -> None:
+        connection = None
         try:
             connection = self._owner.connect(self.peer)
+            stream = Stream(connection, self._threads, self._unsent, opened_here=True)
         except Exception as exc:
+            if connection is not None:
+                connection.close()
             self._end(f"no connection could be made ({exc})", self._calls)
             return
-        stream = Stream(connection, self._threads, self._unsent, opened_here=True)
         with self._lock:
             self._stream = stream
             waiting = list(self._calls.values())

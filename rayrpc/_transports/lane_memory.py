@@ -9,11 +9,12 @@ again.  Nothing has a name, so nothing is left when a process dies.
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import itertools
 import mmap
 import os
+import socket
+import struct
 import threading
 import time
 import warnings
@@ -24,12 +25,22 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["MappedSegments", "Segment", "SegmentPool", "is_supported", "room"]
+__all__ = [
+    "MappedSegments",
+    "Segment",
+    "SegmentPool",
+    "is_supported",
+    "receive_descriptor",
+    "room",
+    "send_descriptor",
+]
 
 # Segments that are not in use are kept up to this many bytes in all, and for this long.
 KEPT_BYTES = 1 << 30
 KEPT_SECONDS = 10.0
 SMALLEST = 256 << 10
+# A process may have so many mappings, which is 65,530 by default, for all of its lanes.
+MOST_SEGMENTS = 1024
 ALIGNMENT = 64
 # Copies of so many bytes are worth several threads.
 PARALLEL_BYTES = 4 << 20
@@ -73,9 +84,47 @@ def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         np.copyto(target, source)
 
 
-def _map(descriptor: int, capacity: int) -> mmap.mmap:
+def _map(descriptor: int, capacity: int) -> Any:
+    """Return a file's memory as an array of bytes; it is unmapped when the array is gone.
+
+    Python's own ``mmap`` keeps a descriptor for as long as the memory is mapped.
+    """
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    return mmap.mmap(descriptor, capacity, flags=flags)
+    address = _libc.mmap(None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_ubyte * capacity).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, capacity).atexit = False
+    return memory
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def send_descriptor(side: socket.socket, data: bytes, descriptor: int) -> None:
+    """Send a descriptor along with a packet; OSError if it cannot go at once."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))
+    side.sendmsg([data], [rights], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def receive_descriptor(side: socket.socket, size: int, flags: int = 0) -> tuple[bytes, int]:
+    """Return the next packet and its descriptor.
+
+    Raises:
+        BlockingIOError: nothing is there.
+        OSError: the other end is gone, or sent no descriptor.
+    """
+    flags |= socket.MSG_CMSG_CLOEXEC
+    data, extra, _, _ = side.recvmsg(size, socket.CMSG_SPACE(struct.calcsize("i")), flags)
+    for level, kind, rights in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            return data, struct.unpack("i", rights)[0]
+    raise OSError("it brought no descriptor" if data else "it was closed")
 
 
 class Segment:
@@ -95,22 +144,18 @@ class Segment:
         descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, capacity)
-            self._map = _map(descriptor, capacity)
+            self._memory = _map(descriptor, capacity)
             pass_on(descriptor)
         finally:
             os.close(descriptor)
 
     def fill(self, views: Sequence[memoryview]) -> None:
         """Copy buffers in."""
-        target = np.frombuffer(self._map, np.uint8)
+        target = np.frombuffer(self._memory, np.uint8)
         starts, _ = offsets([view.nbytes for view in views])
         for start, view in zip(starts, views, strict=True):
             source = np.frombuffer(view, np.uint8)
             copy(target[start : start + len(source)], source)
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self._map.close()
 
 
 class SegmentPool:
@@ -142,6 +187,8 @@ class SegmentPool:
             if segment is not None:
                 self._kept -= capacity
         if segment is None:
+            if len(self._used) >= MOST_SEGMENTS:
+                raise OSError("too many segments are in use")
             number = next(self._numbers)
             segment = Segment(number, capacity, lambda fd: self._pass_on(number, capacity, fd))
         with self._lock:
@@ -155,7 +202,6 @@ class SegmentPool:
             if segment is None:
                 return True
             if self._closed or self._kept + segment.capacity > KEPT_BYTES:
-                segment.close()
                 return False
             self._kept += segment.capacity
             segment.free_since = time.monotonic()
@@ -171,7 +217,6 @@ class SegmentPool:
                 while segments and segments[0].free_since < limit:
                     segment = segments.pop(0)
                     self._kept -= segment.capacity
-                    segment.close()
                     dropped.append(segment.number)
         return dropped
 
@@ -179,9 +224,6 @@ class SegmentPool:
         """Let go of all memory; what receivers have mapped stays theirs."""
         with self._lock:
             self._closed = True
-            for segment in [*self._used.values(), *itertools.chain(*self._free.values())]:
-                with contextlib.suppress(BufferError):  # it is just being filled
-                    segment.close()
             self._used.clear()
             self._free.clear()
 
@@ -196,7 +238,7 @@ class MappedSegments:
 
     def __init__(self, unused: Callable[[int], None]) -> None:
         self._unused = unused
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, Any] = {}
         self._blocks: dict[int, Any] = {}
 
     def has(self, number: int) -> bool:

@@ -9,7 +9,15 @@ from collections.abc import Callable
 
 from rayrpc._runtime.messages import Frame
 from rayrpc._runtime.threads import ThreadCache
-from rayrpc._transports.lane_memory import MappedSegments, Segment, SegmentPool, is_supported, room
+from rayrpc._transports.lane_memory import (
+    MappedSegments,
+    Segment,
+    SegmentPool,
+    is_supported,
+    receive_descriptor,
+    room,
+    send_descriptor,
+)
 from rayrpc._transports.lane_wire import (
     DROPPED,
     UNUSED,
@@ -56,8 +64,8 @@ class Stream:
             self._pool = SegmentPool(self._pass_on)
             if opened_here:
                 self._side, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with other, contextlib.suppress(OSError):
-                    socket.send_fds(connection, [b"\0"], [other.fileno()])
+                with other, contextlib.suppress(OSError):  # the first read tells
+                    send_descriptor(connection, b"\0", other.fileno())
         self.wait = self._inbox.wait
         self.flush = self._outbox.flush
 
@@ -172,31 +180,27 @@ class Stream:
     def _receive_side(self) -> socket.socket:
         """Take the end of the side channel that comes before the first message."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._connection, 1, 1)
+            _, descriptor = receive_descriptor(self._connection, 1)
         except BlockingIOError:
             raise TimeoutError from None
         except OSError as exc:
             raise EOFError(str(exc)) from None
-        if not descriptors:
-            raise EOFError("it was closed" if not data else "it brought no side channel")
-        return socket.socket(fileno=descriptors[0])
+        return socket.socket(fileno=descriptor)
 
     def _pass_on(self, number: int, capacity: int, descriptor: int) -> None:
         if self._side is None:
             raise OSError("no side channel yet")
-        data = _SEGMENT.pack(number, capacity)
-        socket.send_fds(self._side, [data], [descriptor], socket.MSG_DONTWAIT)
+        send_descriptor(self._side, _SEGMENT.pack(number, capacity), descriptor)
 
     def _receive_segment(self) -> None:
         """Map a segment; who uses one has passed its descriptor on before."""
         assert self._side is not None
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                self._side, _SEGMENT.size, 1, socket.MSG_DONTWAIT
-            )
+            flags = socket.MSG_DONTWAIT
+            data, descriptor = receive_descriptor(self._side, _SEGMENT.size, flags)
             number, capacity = _SEGMENT.unpack(data)
-            self._mapped.add(number, descriptors[0], capacity)
-        except (OSError, struct.error, IndexError) as exc:
+            self._mapped.add(number, descriptor, capacity)
+        except (OSError, struct.error) as exc:
             raise EOFError(f"no memory could be shared: {exc}") from None
 
 

@@ -230,6 +230,17 @@ class TestCuts:
         assert call.wait(PATIENCE).data == b"by another way"
         assert lane.call(frame(3)) is None
 
+    def test_a_lane_without_its_side_channel_sends_calls_another_way(self, callee, monkeypatch):
+        def refuse(*_):
+            raise OSError(24, "Too many open files")
+
+        owner = Owner(callee, socket.AF_UNIX)
+        threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
+        monkeypatch.setattr("rayrpc._transports.lane_stream.socket.socketpair", refuse)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"by another way"
+        threads.close()
+
     def test_calls_that_waited_for_a_connection_go_another_way(self, callee):
         owner = Owner(callee, socket.AF_INET)
         go = threading.Event()

@@ -1,0 +1,138 @@
+"""Workers on several nodes, each with an address of its own; the cluster is simulated here."""
+
+import os
+
+from conftest import ROOT
+
+# Everything Ray starts here ends with the script; its folder's path must be short.
+SCRIPT = """
+import os, shutil, socket, sys, tempfile
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
+from ray.cluster_utils import Cluster
+import torch
+import rayrpc as rpc
+import targets
+
+
+def lanes():
+    '''Return my node's address, where I listen, and the families and ends of my lanes.'''
+    transport = rpc._get_current_rpc_agent()._transport
+    server = transport._server
+    listening = [s.getsockname() for s in server._listeners if s.family == socket.AF_INET]
+    made = {}
+    for way in transport._peers.values():
+        connection = way.lane._stream._connection
+        made[way.lane.peer.name] = connection.family.name, connection.getpeername()
+    return transport.node, listening, made
+
+
+def main(cluster):
+    for i in (2, 3):
+        cluster.add_node(
+            num_cpus=2, resources={f"n{i}": 2}, node_ip_address=f"127.0.0.{i}",
+            object_store_memory=100 << 20,
+        )
+    rpc.configure(address=cluster.address, transport="direct")
+    where = {"left": "127.0.0.2", "right": "127.0.0.3", "near": "127.0.0.3"}
+    for name, host in where.items():
+        rpc.start_workers([name], resources={"resources": {"n" + host[-1]: 1}})
+
+    # lane by lane: small values and tensors
+    for name in where:
+        for peer in where:
+            if peer != name:
+                args = (peer, targets.identity, name + peer)
+                assert rpc.rpc_sync(name, targets.call_on, args=args) == name + peer
+    small = torch.rand(10)
+    args = ("right", torch.neg, small)
+    assert torch.equal(rpc.rpc_sync("left", targets.call_on, args=args), -small)
+    for name, host in where.items():
+        node, listening, made = rpc.rpc_sync(name, lanes)
+        assert node == host, (node, host)
+        ((address, port),) = listening
+        assert address == host and port, listening
+        for peer, (family, end) in made.items():
+            if where.get(peer) == host:
+                assert family == "AF_UNIX", (name, peer, family)
+            elif peer in where:
+                assert family == "AF_INET" and end[0] == where[peer], (name, peer, family, end)
+        assert {"left", "right", "near"} - {name} <= set(made), made
+    _, _, made = lanes()
+    assert {name: (f, e[0]) for name, (f, e) in made.items()} == {
+        name: ("AF_INET", host) for name, host in where.items()
+    }
+    print("small ones go by TCP", flush=True)
+
+    # large ones leave the lane, in both directions
+    def count_by_ray(transport):
+        calls, replies = [], []
+        call, deliver = transport._ray.call, transport._ray.deliver
+        transport._ray.call = lambda *a: (calls.append(1), call(*a))[1]
+        transport._ray.deliver = lambda *a: (replies.append(1), deliver(*a))[1]
+        return calls, replies
+
+    def count_here():
+        targets.shared["by ray"] = count_by_ray(rpc._get_current_rpc_agent()._transport)
+
+    for name in ("left", "right", "near"):
+        rpc.rpc_sync(name, count_here)
+    large = torch.rand(1 << 20)
+    for number in range(3):
+        got = rpc.rpc_sync("left", targets.call_on, args=("right", torch.neg, large + number))
+        assert torch.equal(got, -(large + number))
+        got += 1  # writable
+    calls, _ = rpc.rpc_sync("left", targets.kept, args=("by ray",))
+    assert len(calls) == 3, calls
+    args = ("near", torch.neg, large)
+    assert torch.equal(rpc.rpc_sync("right", targets.call_on, args=args), -large)
+    calls, _ = rpc.rpc_sync("right", targets.kept, args=("by ray",))
+    assert calls == [], "within a node nothing goes by Ray"
+    made = rpc.rpc_async("left", torch.ones, args=(1 << 20,)).wait()
+    assert made.sum() == 1 << 20
+    _, replies = rpc.rpc_sync("left", targets.kept, args=("by ray",))
+    assert replies, "the large reply came by Ray"
+    print("large ones go by the object store", flush=True)
+
+    # RRefs
+    rref = rpc.remote("left", targets.Point, args=(5,))
+    assert rref.rpc_sync().moved(1).x == 6
+    assert rpc.rpc_sync("right", targets.read, args=(rref,)).x == 5
+    made = rpc.rpc_sync("right", targets.make_rrefs, args=([large, "b"],))
+    assert torch.equal(made[0].to_here(), large) and made[1].to_here() == "b"
+    assert rpc.rpc_sync("left", targets.read, args=(made[1],)) == "b"
+    assert torch.equal(rpc.rpc_sync("left", targets.read, args=(made[0],)), large)
+    print("RRefs cross nodes", flush=True)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    cluster = Cluster(True, head_node_args={
+        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20,
+    })
+    try:
+        main(cluster)
+        print("done", flush=True)
+    finally:
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+"""
+
+
+def test_workers_on_different_nodes_call_each_other(start, script):
+    run = start(
+        script(SCRIPT),
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        RAY_ADDRESS=None,
+        RAY_TMPDIR=None,
+    )
+    for stage in (
+        "small ones go by TCP",
+        "large ones go by the object store",
+        "RRefs cross nodes",
+        "done",
+    ):
+        run.wait_for(stage)
+    assert run.end() == 0, run.output

@@ -1,0 +1,91 @@
+"""Many workers: who calls few pays for few, and each may call each."""
+
+import os
+import threading
+
+import pytest
+import targets
+
+import rayrpc as rpc
+from rayrpc import config
+
+SCALE = os.environ.get("RAYRPC_TEST_SCALE") == "1"
+SIZES = [
+    12,
+    pytest.param(
+        32,
+        marks=[
+            pytest.mark.timeout(900),
+            pytest.mark.skipif(not SCALE, reason="takes minutes; set RAYRPC_TEST_SCALE=1"),
+        ],
+    ),
+]
+# Ray's, the directory's, the door's, the watch's, and what idles for a moment after a burst.
+THREADS = 16
+THREADS_PER_PEER = 3
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def names(request, ray_cluster):
+    names = [f"w{number}" for number in range(request.param)]
+    before = rpc.settings()
+    rpc.configure(init_timeout=300.0, placement_timeout=300.0)
+    try:
+        rpc.start_workers(names)
+        yield names
+    finally:
+        config.use(before)
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+
+
+def look_at(name):
+    """Return whom a worker has lanes to, how many have one to it, and its number of threads."""
+
+    def look():
+        transport = rpc._get_current_rpc_agent()._transport
+        lanes = [way.lane.peer.name for way in transport._peers.values() if way.lane._stream]
+        return sorted(lanes), len(transport._server._connections), threading.active_count()
+
+    return rpc.rpc_sync(name, look)
+
+
+def let_call(name, peers):
+    """Have a worker call each peer, all at once and then one by one."""
+
+    def call_each():
+        me = targets.whoami()
+        futures = [rpc.rpc_async(peer, targets.add, args=(peer, me)) for peer in peers]
+        answers = [future.wait() for future in futures]
+        return answers, [rpc.rpc_sync(peer, targets.whoami) for peer in peers]
+
+    return rpc.rpc_async(name, call_each)
+
+
+@pytest.mark.parametrize("called", [1, 5])
+def test_who_calls_few_has_lanes_and_threads_for_these_alone(names, called):
+    caller, peers = names[called], sorted(names[-called:])
+    assert look_at(caller)[0] == []
+    answers, who = let_call(caller, peers).wait()
+    assert answers == [peer + caller for peer in peers] and who == peers
+    lanes, callers, threads = look_at(caller)
+    assert lanes == peers
+    assert callers == 1  # this process
+    assert threads <= THREADS + THREADS_PER_PEER * called
+    for peer in peers:
+        assert look_at(peer)[0] == []
+
+
+def test_each_calls_each(names):
+    others = {name: [other for other in names if other != name] for name in names}
+    calls = {name: let_call(name, peers) for name, peers in others.items()}
+    for name, call in calls.items():
+        answers, who = call.wait()
+        assert who == others[name]
+        assert answers == [peer + name for peer in others[name]]
+    for name in names:
+        lanes, callers, threads = look_at(name)
+        assert lanes == sorted(others[name]) and callers == len(names)
+        assert threads <= THREADS + THREADS_PER_PEER * len(names)
