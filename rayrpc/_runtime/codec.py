@@ -26,7 +26,7 @@ import torch
 
 from rayrpc._runtime.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.messages import Fork, Payload
-from rayrpc._runtime.tensors import INLINE_BYTES, reduce_array, reduce_tensor
+from rayrpc._runtime.tensors import reduce_array, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
 
 __all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
@@ -69,12 +69,6 @@ class _Encoding:
         self.devices = devices
         self.buffers: list[pickle.PickleBuffer] = []
         self.forks: list[Fork] = []
-
-    def keep_inline(self, buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < INLINE_BYTES:
-            return True
-        self.buffers.append(buffer)
-        return False
 
     def share(self, rref: Any) -> int:
         self.forks.append(self._sharer.share(rref, self._to))
@@ -258,7 +252,7 @@ class Codec:
         outer = _session.encoding
         _session.encoding = encoding
         try:
-            pickler(file, protocol=5, buffer_callback=encoding.keep_inline).dump(obj)
+            pickler(file, protocol=5, buffer_callback=encoding.buffers.append).dump(obj)
         except BaseException:
             for fork in encoding.forks:
                 self._sharer.unshare(fork)

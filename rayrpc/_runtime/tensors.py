@@ -63,19 +63,19 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     if (
         number is not None
         and tensor.layout is torch.strided
-        and tensor.is_cpu
         and not tensor.requires_grad
         and tensor.is_contiguous()
     ):
         try:
             array: Any = tensor.numpy()
-        except RuntimeError:
-            pass  # conjugate, negative or nested: below
+        except (RuntimeError, TypeError):
+            pass  # another device, conjugate, negative or nested: below
         else:
-            if 0 < array.nbytes < INLINE_BYTES:
-                return rebuild_contiguous, (bytearray(array.tobytes()), number, array.shape)
-            if array.nbytes:
+            size = array.nbytes
+            if size >= INLINE_BYTES:
                 return rebuild_contiguous, (pickle.PickleBuffer(array), number, array.shape)
+            if size:
+                return rebuild_contiguous, (bytearray(array.tobytes()), number, array.shape)
     return _reduce_strided(tensor)
 
 
@@ -109,9 +109,16 @@ def _reduce_strided(tensor: torch.Tensor) -> Any:
     return rebuild_tensor, (buffer, flat.dtype, size, stride, requires_grad)
 
 
-def _buffer(tensor: torch.Tensor) -> pickle.PickleBuffer:
+def _buffer(tensor: torch.Tensor) -> Any:
     memory: Any = tensor.numpy()
-    return pickle.PickleBuffer(memory)
+    return _inline_if_small(memory)
+
+
+def _inline_if_small(memory: np.ndarray[Any, Any]) -> Any:
+    if memory.nbytes < INLINE_BYTES:
+        return bytearray(memory.tobytes())
+    whole: Any = memory
+    return pickle.PickleBuffer(whole)
 
 
 def _reduce_by_torch(tensor: torch.Tensor) -> Any:
@@ -146,7 +153,7 @@ class _Memory:
 
 def rebuild_contiguous(buffer: Any, dtype: int, size: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor that lies on ``buffer``; see ``rebuild_tensor``."""
-    if type(buffer) is bytearray or not memoryview(buffer).readonly:
+    if not (buffer if type(buffer) is memoryview else memoryview(buffer)).readonly:
         return torch.from_numpy(np.ndarray(size, _NUMPY_DTYPES[dtype], buffer))
     return _flat(buffer, _DTYPES[dtype]).view(size)
 
@@ -188,8 +195,7 @@ def reduce_array(array: np.ndarray[Any, Any]) -> Any:
     """Return the pickle reduction of a numpy array; like tensors, received ones are writable."""
     if array.dtype.hasobject or not array.nbytes or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
-    memory: Any = array
-    return rebuild_array, (pickle.PickleBuffer(memory), array.dtype, array.shape)
+    return rebuild_array, (_inline_if_small(array), array.dtype, array.shape)
 
 
 def rebuild_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:

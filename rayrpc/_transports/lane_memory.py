@@ -42,7 +42,9 @@ SMALLEST = 256 << 10
 # A process may have so many mappings, which is 65,530 by default, for all of its lanes.
 MOST_SEGMENTS = 1024
 ALIGNMENT = 64
-# Copies of so many bytes are worth several threads.
+# Copies of so many bytes are worth letting other threads of Python run ...
+LARGE_BYTES = 256 << 10
+# ... and of so many, using them.
 PARALLEL_BYTES = 4 << 20
 
 
@@ -53,11 +55,9 @@ def is_supported() -> bool:
 
 def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return where buffers lie in a segment, and how much of it they need."""
-    starts, end = [], 0
-    for length in lengths:
-        starts.append(end)
-        end += -(-length // ALIGNMENT) * ALIGNMENT
-    return starts, end
+    padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+    starts = list(itertools.accumulate(padded, initial=0))
+    return starts, starts.pop()
 
 
 def room(lengths: Sequence[int]) -> int:
@@ -145,17 +145,22 @@ class Segment:
         try:
             os.ftruncate(descriptor, capacity)
             self._memory = _map(descriptor, capacity)
+            self._view = memoryview(self._memory).cast("B")
             pass_on(descriptor)
         finally:
             os.close(descriptor)
 
     def fill(self, views: Sequence[memoryview]) -> None:
         """Copy buffers in."""
-        target = np.frombuffer(self._memory, np.uint8)
-        starts, _ = offsets([view.nbytes for view in views])
-        for start, view in zip(starts, views, strict=True):
-            source = np.frombuffer(view, np.uint8)
-            copy(target[start : start + len(source)], source)
+        start = 0
+        for view in views:
+            length = view.nbytes
+            if length < LARGE_BYTES:
+                self._view[start : start + length] = view
+            else:
+                target = np.frombuffer(self._memory, np.uint8, length, start)
+                copy(target, np.frombuffer(view, np.uint8))
+            start += -(-length // ALIGNMENT) * ALIGNMENT
 
 
 class SegmentPool:

@@ -100,8 +100,8 @@ class Stream:
             message = inbox.read()
             if message.place is None and not message.note:
                 return message
-            if message.place is not None:
-                return message._replace(buffers=self._buffers(message.place))
+            if (place := message.place) is not None:
+                return Message(message.number, message.head, self._buffers(place), place)
             if message.note == UNUSED:
                 self._reuse(message.number)
             else:

@@ -81,12 +81,25 @@ class Message(NamedTuple):
         return Frame.unpack(self.head, self.buffers)
 
 
+class _Words(dict[int, struct.Struct]):
+    """Structs of so many numbers, made when they are needed."""
+
+    def __missing__(self, count: int) -> struct.Struct:
+        made = struct.Struct(f"<{count}Q")
+        if count < 256:  # more are rare
+            self[count] = made
+        return made
+
+
+_WORDS = _Words()
+
+
 def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[Any]:
     """Return what to write for a message with its buffers."""
     if not views:
         return [_PREFIX.pack(call_id, len(head), len(head), 0) + head]
     lengths = [view.nbytes for view in views]
-    sizes = struct.pack(f"<{len(views)}Q", *lengths)
+    sizes = _WORDS[len(views)].pack(*lengths)
     rest = len(sizes) + len(head) + sum(lengths)
     front = _PREFIX.pack(call_id, rest, len(head), len(views)) + sizes + head
     return [front, *filter(len, views)]
@@ -95,7 +108,7 @@ def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[An
 def shared_parts(call_id: int, head: bytes, place: Place) -> list[Any]:
     """Return what to write for a message whose buffers lie in shared memory."""
     count = len(place.lengths)
-    front = struct.pack(f"<{count + 1}Q", *place.lengths, place.segment)
+    front = _WORDS[count + 1].pack(*place.lengths, place.segment)
     prefix = _PREFIX.pack(call_id, len(front) + len(head), len(head), count | SHARED)
     return [prefix + front + head]
 
@@ -134,7 +147,7 @@ class _Front(NamedTuple):
 
     def read(self, data: Any, position: int) -> tuple[bytes, list[int], Place | None]:
         """Return the head, the lengths of buffers that follow, and where they lie if they don't."""
-        numbers = struct.unpack_from(f"<{self.words}Q", data, position)
+        numbers = _WORDS[self.words].unpack_from(data, position)
         position += 8 * self.words
         head = bytes(data[position : position + self.head_length])
         if self.kind & SHARED:
@@ -213,6 +226,11 @@ class Inbox:
                 self._start = position + rest
                 if kind == 0:
                     return Message(number, bytes(self._view[position : self._start]), NO_BUFFERS)
+                if kind & SHARED:
+                    words = _WORDS[(kind & _COUNT) + 1]
+                    *lengths, segment = words.unpack_from(self._bytes, position)
+                    head = bytes(self._view[position + words.size : self._start])
+                    return Message(number, head, NO_BUFFERS, Place(segment, tuple(lengths)))
                 return self._take(position, number, head_length, kind)
             self._start += _PREFIX.size
             self._large = _Large(_Front(number, head_length, kind))
