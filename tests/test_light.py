@@ -66,7 +66,7 @@ def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
         me = rpc._get_current_rpc_agent().member
         directory = ray.get_actor("rayrpc-directory:light", namespace=rpc.settings().namespace)
         assert not has_torch(directory)
-        assert not has_torch(me.address.actor)
+        assert not has_torch(me.address.find())
     finally:
         rpc.shutdown()
 
@@ -74,7 +74,7 @@ def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
 def test_a_relay_starts_when_its_worker_has_joined(ray_cluster):
     transport, directory = open_transport(rpc.settings(), "light-gate", "early", "gate-token")
     try:
-        answer = transport.address.actor.give.remote([])
+        answer = transport.address.find().give.remote([])
         assert ray.wait([answer], timeout=2)[0] == []
         member = Member("gate-token", "early", -1, address=transport.address, pid=os.getpid())
         assert directory.join(member, timeout=30).me.name == "early"
@@ -96,7 +96,7 @@ def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
         opened[0][1].join(first, timeout=30)
         with pytest.raises(RuntimeError, match="twin"):
             opened[1][1].join(second, timeout=30)
-        relay = opened[1][0].address.actor
+        relay = opened[1][0].address.find()
         opened[1][0].close()
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(relay.give.remote([]), timeout=30)

@@ -18,12 +18,12 @@ from rayrpc._transports.lane_memory import (
     room,
     send_descriptor,
 )
+from rayrpc._transports.lane_outbox import Outbox
 from rayrpc._transports.lane_wire import (
     DROPPED,
     UNUSED,
     Inbox,
     Message,
-    Outbox,
     Place,
     message_parts,
     note_part,

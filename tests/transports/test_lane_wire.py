@@ -11,7 +11,8 @@ import pytest
 from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.lane_auth import Answer, AuthenticationError, Greeting
-from rayrpc._transports.lane_wire import CAPACITY, Inbox, Outbox, message_parts, prepare
+from rayrpc._transports.lane_outbox import Outbox
+from rayrpc._transports.lane_wire import CAPACITY, Inbox, message_parts, prepare
 
 SECRET = b"s" * 32
 
