@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -328,6 +329,14 @@ class TestDynamic:
             puppets[1].do(join("b", key, rank=3))
         puppets[1].do(join("b", key))
         assert puppets[0].do(WHO.format("b")) == "b"
+
+    def test_a_group_whose_members_all_died_at_once_is_remembered_for_a_while(self, puppets, key):
+        all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
+        for puppet in puppets[:2]:
+            puppet.process.send_signal(signal.SIGKILL)
+        time.sleep(2)  # longer than after an end without deaths
+        with pytest.raises(PuppetError, match="mixes statically and dynamically"):
+            puppets[2].do(join("late", key, rank=2))
 
     def test_static_and_dynamic_do_not_mix(self, puppets, key):
         mixed = "mixes statically and dynamically initialized members"

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
 LINGER_AFTER_DEATH_SECONDS = 5.0
+LINGER_AT_FIRST_SECONDS = 30.0  # whoever made us has not joined yet
 JOIN_SEEN_SECONDS = 5.0
 
 
@@ -183,17 +184,21 @@ class DirectoryActor:
         async with self._changed:
             self._changed.notify_all()
 
+    def _patience(self) -> float:
+        """Return how many seconds to stay without members."""
+        if self._group.was_static is None:
+            return LINGER_AT_FIRST_SECONDS
+        return LINGER_AFTER_DEATH_SECONDS if self._died else LINGER_SECONDS
+
     async def _end_when_empty(self) -> None:
         empty_since: float | None = None
-        patience = 30.0  # whoever made us has not joined yet
         while True:
             await asyncio.sleep(LINGER_SECONDS / 4)
             if not self._group.is_empty or self._joins:
                 empty_since = None
-                patience = LINGER_AFTER_DEATH_SECONDS if self._died else LINGER_SECONDS
             elif empty_since is None:
                 empty_since = time.monotonic()
-            elif time.monotonic() - empty_since > patience:
+            elif time.monotonic() - empty_since > self._patience():
                 ray.kill(ray.get_runtime_context().current_actor)
                 return
 
