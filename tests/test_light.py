@@ -10,8 +10,9 @@ import targets
 from conftest import ROOT
 
 import rayrpc as rpc
-from rayrpc._runtime.membership import Member
-from rayrpc._transports import open_transport
+from rayrpc._runtime.membership import Group, Member
+from rayrpc._transports import open_transport, ray_directory
+from rayrpc._transports.ray_directory import DirectoryActor
 
 LIGHT = [
     "rayrpc",
@@ -105,3 +106,13 @@ def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
             directory.close()
             directory.leave()
             transport.close()
+
+
+def test_a_directory_stays_longer_when_somebody_died():
+    directory = DirectoryActor.__new__(DirectoryActor)  # its tasks need an actor
+    directory._group, directory._died = Group("key"), False
+    assert directory._patience() == ray_directory.LINGER_AT_FIRST_SECONDS
+    directory._group.join(Member("token", "w", 0, 1))
+    assert directory._patience() == ray_directory.LINGER_SECONDS
+    directory._died = True
+    assert directory._patience() == ray_directory.LINGER_AFTER_DEATH_SECONDS
