@@ -138,9 +138,8 @@ class Caller:
 
     def sync(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         """Run a function on a worker and return its value; ``timeout`` 0 is none."""
-        for hook in self._hooks:
-            if hook.wants():
-                return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
+        if self._wanted():
+            return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
         is_async, payload = self._encode(to, func, args, kwargs)
         return self._wait(to, self._frame(Kind.CALL, to, payload, None, is_async), timeout)
 

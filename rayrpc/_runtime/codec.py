@@ -192,6 +192,15 @@ class _MappedByValue(cloudpickle.Pickler):
     dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _ByValue.dispatch_table)  # noqa: RUF012
 
 
+#: by whether functions go by value, and whether a device map applies
+_PICKLERS: dict[tuple[bool, bool], Any] = {
+    (False, False): _ByReference,
+    (True, False): _ByValue,
+    (False, True): _MappedByReference,
+    (True, True): _MappedByValue,
+}
+
+
 class Codec:
     """Encode and decode for one worker.
 
@@ -220,7 +229,7 @@ class Codec:
         if type(obj) in _PLAIN:
             return Payload(pickle.dumps(obj, 5), [])
         try:
-            payload = self._dump(_ByReference, obj, to, devices)
+            payload = self._dump(obj, to, devices, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
             return self._by_value(obj, to, exc, devices)
         if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
@@ -236,7 +245,7 @@ class Codec:
         if main is not None:  # the main of a spawned process is one, too
             cloudpickle.register_pickle_by_value(main)
         try:
-            return self._dump(_ByValue, obj, to, devices)
+            return self._dump(obj, to, devices, by_value=True)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
             raise SerializationError(
                 f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
@@ -244,10 +253,9 @@ class Codec:
                 "share such objects through an RRef."
             ) from (first or exc)
 
-    def _dump(self, pickler: Any, obj: Any, to: int | None, devices: DeviceMap | None) -> Payload:
-        encoding = _Encoding(self._sharer, to, pickler is _ByValue, devices)
-        if devices is not None:
-            pickler = _MappedByValue if encoding.by_value else _MappedByReference
+    def _dump(self, obj: Any, to: int | None, devices: DeviceMap | None, by_value: bool) -> Payload:
+        encoding = _Encoding(self._sharer, to, by_value, devices)
+        pickler = _PICKLERS[by_value, devices is not None]
         file = io.BytesIO()
         outer = _session.encoding
         _session.encoding = encoding

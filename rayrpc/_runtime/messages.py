@@ -36,6 +36,7 @@ __all__ = [
     "Kind",
     "Payload",
     "UserDelete",
+    "flat",
 ]
 
 
@@ -206,3 +207,10 @@ _IDS = struct.Struct("<qQqQ")
 _LENGTH = struct.Struct("<I")
 _IS_ASYNC, _HAS_IDS, _HAS_MORE = 1, 2, 4
 _KINDS = tuple(Kind)
+
+
+def flat(buffer: Any) -> memoryview:
+    """Return the bytes of a frame's buffer, as they lie in memory."""
+    if isinstance(buffer, pickle.PickleBuffer):  # it may be in Fortran's order
+        return buffer.raw()
+    return memoryview(buffer).cast("B")

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 
 __all__ = ["Deadlines"]
 
@@ -26,12 +26,12 @@ class Deadlines:
     """Call back for calls that are still open when their deadline passes.
 
     Args:
-        open_calls (Container): the numbers of calls that have not ended; it has a length.
+        open_calls (Collection): the numbers of calls that have not ended.
         expired (Callable): called with such a number and the timeout, from the thread that
             watches; it must be short.
     """
 
-    def __init__(self, open_calls: Container[int], expired: Callable[[int, float], None]) -> None:
+    def __init__(self, open_calls: Collection[int], expired: Callable[[int, float], None]) -> None:
         self._open = open_calls
         self._expired = expired
         self._lines: dict[float, deque[tuple[float, int]]] = {}
@@ -50,7 +50,7 @@ class Deadlines:
             while line and line[0][1] not in self._open:
                 line.popleft()
             line.append((due, number))
-            if len(line) > 2 * len(self._open) + SLACK:  # type: ignore[arg-type]
+            if len(line) > 2 * len(self._open) + SLACK:
                 self._lines[seconds] = deque(each for each in line if each[1] in self._open)
             if due < self._wakes:
                 self._wake(due)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayrpc._runtime.membership import Change, Member, Snapshot
-from rayrpc._runtime.messages import Frame, Kind
+from rayrpc._runtime.messages import Frame, Kind, flat
 from rayrpc._runtime.outcome import Outcome, Value
 from rayrpc.errors import CallError
 
@@ -161,7 +161,7 @@ def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferr
 
 def copied(frame: Frame) -> Frame:
     """Return what a receiver in the same process gets: memory of its own."""
-    return Frame.unpack(frame.pack(), [bytearray(memoryview(b).cast("B")) for b in frame.buffers])
+    return Frame.unpack(frame.pack(), [bytearray(flat(buffer)) for buffer in frame.buffers])
 
 
 def void(_: object) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayrpc._runtime.membership import Member
-from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.messages import Frame, flat
 from rayrpc._runtime.outcome import Error
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._runtime.turns import Watch
@@ -128,11 +128,10 @@ class DirectTransport(Transport):
         _alive.discard(self)
         self._server.close(CLOSE_SECONDS)
         with self._lock:
-            ways = list(self._peers.values())
+            lanes = self._lanes()
             self._peers.clear()
-        for way in ways:
-            if way.lane is not None:
-                way.lane.fail(CallError("RPC was shut down on this worker"))
+        for lane in lanes:
+            lane.fail(CallError("RPC was shut down on this worker"))
         self._ray.close()
         self._watch.close()
         self._threads.close()
@@ -180,9 +179,11 @@ class DirectTransport(Transport):
     def _rest(self) -> None:
         """Let go of memory that lanes have not used for a while."""
         self._server.rest()
-        for way in list(self._peers.values()):
-            if way.lane is not None:
-                way.lane.rest()
+        for lane in self._lanes():
+            lane.rest()
+
+    def _lanes(self) -> list[Lane]:
+        return [way.lane for way in list(self._peers.values()) if way.lane is not None]
 
     # -- what lanes need ----------------------------------------------------------------------
 
@@ -284,13 +285,12 @@ class DirectTransport(Transport):
     def close_after_fork(self) -> None:
         """Let go of connections that this child of the worker's process inherited."""
         self._server.close_after_fork()
-        for way in list(self._peers.values()):
-            if way.lane is not None:
-                way.lane.close_after_fork()
+        for lane in self._lanes():
+            lane.close_after_fork()
 
 
 def _size(frame: Frame) -> int:
-    return sum(memoryview(buffer).nbytes for buffer in frame.buffers)
+    return sum(flat(buffer).nbytes for buffer in frame.buffers)
 
 
 _alive: weakref.WeakSet[DirectTransport] = weakref.WeakSet()

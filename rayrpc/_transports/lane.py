@@ -8,7 +8,6 @@ there are any.
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -32,8 +31,6 @@ FLUSH_SECONDS = 0.0002
 PATIENCE_SECONDS = 0.005
 
 __all__ = ["Lane", "LaneCall", "LaneOwner"]
-
-logger = logging.getLogger(__name__)
 
 
 class LaneOwner(Protocol):
@@ -82,7 +79,7 @@ class LaneCall(Pending):
             self._lane._wait(self, deadline)
         reply = self._reply
         if type(reply) is Message and reply.head:
-            return Frame.unpack(reply.head, reply.buffers)
+            return reply.frame()
         if isinstance(reply, Error):
             reply.unwrap()
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -182,12 +179,8 @@ class Lane:
                 return
             self._leading = True
         try:
-            while stream.wait(0):
-                self._take(stream.read())
-        except TimeoutError:
-            pass
-        except EOFError as exc:
-            self._end(f"its connection was cut ({exc})")
+            while stream.wait(0) and (message := self._next(stream)) is not None:
+                self._take(message)
         finally:
             self._step_down()
 
@@ -262,16 +255,11 @@ class Lane:
                 left = deadline - time.monotonic()
                 if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
                     raise TimeoutError
-            try:
-                message = stream.read()
-            except TimeoutError:
+            message = self._next(stream)
+            if message is None:
                 if self._broken:
                     return
-                continue
-            except EOFError as exc:
-                self._end(f"its connection was cut ({exc})")
-                return
-            if message.number == call.id:  # as nearly always: nobody else waits for it
+            elif message.number == call.id:  # as nearly always: nobody else waits for it
                 if self._calls.pop(call.id, None) is not None:
                     call._reply = message
             else:
@@ -298,9 +286,15 @@ class Lane:
         stream = self._stream
         assert stream is not None
         with Turn(self._step_down, self._watch) as turn:
-            while self._callbacks and self._read(stream, turn):
-                if not turn.ready():
-                    return
+            while self._callbacks:
+                message = self._next(stream)
+                if message is not None:
+                    turn.begin()
+                    self._take(message)
+                    if not turn.ready():
+                        return
+                elif self._broken:
+                    break
         self._step_down()
 
     def _lead_later(self) -> None:
@@ -333,18 +327,15 @@ class Lane:
         self._threads.submit(self._lead_for_callbacks if urgent else self._lead_later)
         return False
 
-    def _read(self, stream: Stream, turn: Turn) -> bool:
-        """Read one message, or a tick without one; return False if the lane has ended."""
+    def _next(self, stream: Stream) -> Message | None:
+        """Return the next message; None after a tick without one, or when the lane has ended."""
         try:
-            message = stream.read()
+            return stream.read()
         except TimeoutError:
-            return not self._broken
+            return None
         except EOFError as exc:
             self._end(f"its connection was cut ({exc})")
-            return False
-        turn.begin()
-        self._take(message)
-        return True
+            return None
 
     def _take(self, message: Message) -> None:
         call = self._calls.pop(message.number, None)

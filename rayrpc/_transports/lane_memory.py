@@ -17,7 +17,6 @@ import socket
 import struct
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,10 +52,14 @@ def is_supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
+def padded(length: int) -> int:
+    """Return how much of a segment a buffer of this length takes."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
 def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return where buffers lie in a segment, and how much of it they need."""
-    padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
-    starts = list(itertools.accumulate(padded, initial=0))
+    starts = list(itertools.accumulate(map(padded, lengths), initial=0))
     return starts, starts.pop()
 
 
@@ -76,10 +79,8 @@ def capacity_for(size: int) -> int:
 
 def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     """Copy bytes; many of them by torch, on all cores."""
-    if len(source) >= PARALLEL_BYTES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of read-only memory, which is only read
-            torch.from_numpy(target).copy_(torch.from_numpy(source))
+    if len(source) >= PARALLEL_BYTES and source.flags.writeable:  # else torch warns
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
     else:
         np.copyto(target, source)
 
@@ -160,7 +161,7 @@ class Segment:
             else:
                 target = np.frombuffer(self._memory, np.uint8, length, start)
                 copy(target, np.frombuffer(view, np.uint8))
-            start += -(-length // ALIGNMENT) * ALIGNMENT
+            start += padded(length)
 
 
 class SegmentPool:

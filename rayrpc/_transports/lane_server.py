@@ -213,5 +213,10 @@ class _Connection:
             self._send(frame, reply, not turn.over and self._stream.has_more)
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
-        elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
-        self._stream.send(frame.call_id, None if elsewhere else reply, more, give_up=not elsewhere)
+        try:
+            elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
+            sent = None if elsewhere else reply
+            self._stream.send(frame.call_id, sent, more, give_up=not elsewhere)
+        except Exception:
+            logger.exception("a reply could not be sent; its connection is closed")
+            self.close()  # so that the caller learns of it

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.messages import Frame, flat
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.lane_memory import (
     MappedSegments,
@@ -98,14 +98,14 @@ class Stream:
             self.flush()
         while True:
             message = inbox.read()
-            if message.place is None and not message.note:
-                return message
-            if (place := message.place) is not None:
-                return Message(message.number, message.head, self._buffers(place), place)
             if message.note == UNUSED:
                 self._reuse(message.number)
-            else:
+            elif message.note == DROPPED:
                 self._mapped.drop(message.number)
+            elif (place := message.place) is None:
+                return message
+            else:
+                return Message(message.number, message.head, self._buffers(place), place)
 
     def send(
         self, call_id: int, frame: Frame | None, more: bool = False, give_up: bool = False
@@ -124,7 +124,7 @@ class Stream:
         head = b"" if frame is None else frame.pack()
         if frame is None or not frame.buffers:
             return self._outbox.send(call_id, message_parts(call_id, head, []), more)
-        views = [memoryview(buffer).cast("B") for buffer in frame.buffers]
+        views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
         segment = self._segment(lengths)
         if segment is None:

@@ -114,40 +114,32 @@ def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class _Front(NamedTuple):
-    """What the first bytes of a message say."""
+def _words_in(kind: int) -> struct.Struct:
+    """Return the numbers that come before the head."""
+    return _WORDS[(kind & _COUNT) + bool(kind & SHARED)]
 
-    number: int
-    head_length: int
-    kind: int
 
-    @property
-    def words(self) -> int:
-        """How many numbers come before the head."""
-        return (self.kind & _COUNT) + bool(self.kind & SHARED)
-
-    @property
-    def size(self) -> int:
-        """The length of numbers and head."""
-        return 8 * self.words + self.head_length
-
-    def read(self, data: Any, position: int) -> tuple[bytes, list[int], Place | None]:
-        """Return the head, the lengths of buffers that follow, and where they lie if they don't."""
-        numbers = _WORDS[self.words].unpack_from(data, position)
-        position += 8 * self.words
-        head = bytes(data[position : position + self.head_length])
-        if self.kind & SHARED:
-            *lengths, segment = numbers
-            return head, [], Place(segment, tuple(lengths))
-        return head, list(numbers), None
+def _read_front(
+    data: Any, position: int, head_length: int, kind: int
+) -> tuple[bytes, tuple[int, ...], Place | None]:
+    """Return the head, the lengths of buffers that follow, and where they lie if they don't."""
+    words = _words_in(kind)
+    numbers = words.unpack_from(data, position)
+    position += words.size
+    head = bytes(data[position : position + head_length])
+    if kind & SHARED:
+        return head, (), Place(numbers[-1], numbers[:-1])
+    return head, numbers, None
 
 
 class _Large:
     """A message on its way into memory of its own."""
 
-    def __init__(self, front: _Front) -> None:
-        self.front = front
-        self.data = bytearray(front.size)
+    def __init__(self, number: int, head_length: int, kind: int) -> None:
+        self.number = number
+        self.head_length = head_length
+        self.kind = kind
+        self.data = bytearray(_words_in(kind).size + head_length)
         self.head = b""
         self.place: Place | None = None
         self.buffers: list[bytearray] | None = None
@@ -158,14 +150,14 @@ class _Large:
         if self.todo:
             return False
         if self.buffers is None:
-            self.head, lengths, self.place = self.front.read(self.data, 0)
+            self.head, lengths, self.place = _read_front(self.data, 0, self.head_length, self.kind)
             self.buffers = [bytearray(length) for length in lengths]
             self.todo = [memoryview(buffer) for buffer in reversed(self.buffers) if buffer]
         return not self.todo
 
     def message(self) -> Message:
         """Return it, whole."""
-        return Message(self.front.number, self.head, self.buffers or [], self.place)
+        return Message(self.number, self.head, self.buffers or [], self.place)
 
 
 class Inbox:
@@ -212,14 +204,9 @@ class Inbox:
                 self._start = position + rest
                 if kind == 0:
                     return Message(number, bytes(self._view[position : self._start]), NO_BUFFERS)
-                if kind & SHARED:
-                    words = _WORDS[(kind & _COUNT) + 1]
-                    *lengths, segment = words.unpack_from(self._bytes, position)
-                    head = bytes(self._view[position + words.size : self._start])
-                    return Message(number, head, NO_BUFFERS, Place(segment, tuple(lengths)))
                 return self._take(position, number, head_length, kind)
             self._start += _PREFIX.size
-            self._large = _Large(_Front(number, head_length, kind))
+            self._large = _Large(number, head_length, kind)
         while not self._large.is_whole():
             self._fill_large(self._large)
         message = self._large.message()
@@ -229,9 +216,8 @@ class Inbox:
     def _take(self, position: int, number: int, head_length: int, kind: int) -> Message:
         if kind in (UNUSED, DROPPED):
             return Message(number, b"", [], None, kind)
-        front = _Front(number, head_length, kind)
-        head, lengths, place = front.read(self._view, position)
-        position += front.size
+        head, lengths, place = _read_front(self._view, position, head_length, kind)
+        position = self._start - sum(lengths)
         buffers = []
         for length in lengths:
             buffers.append(self._bytes[position : position + length])

@@ -77,8 +77,6 @@ def _plain(error: BaseException) -> str:
 
 def translate(peer: Member, error: BaseException) -> CallError:
     """Return the rayrpc error for an error of Ray on a call to ``peer``."""
-    if isinstance(error, CallError):
-        return error
     if isinstance(error, RayTaskError):
         return CallError(f"RPC worker {peer.name!r} could not handle a call: {_plain(error)}")
     if isinstance(error, ActorUnavailableError):
@@ -277,8 +275,9 @@ class RayTransport(Transport):
         try:
             ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
         except (RayError, WorkerDiedError) as exc:
+            error = exc if isinstance(exc, WorkerDiedError) else translate(peer, exc)
             pending = PendingReply()
-            pending.complete(Error(translate(peer, exc)))
+            pending.complete(Error(error))
             return pending
         return _RayPending(self, peer, frame.call_id, ref)
 

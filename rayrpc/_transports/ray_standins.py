@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from rayrpc._runtime.messages import Frame
+from rayrpc._runtime.messages import Frame, flat
 
 __all__ = [
     "Address",
@@ -97,11 +97,10 @@ def to_wire(frame: Frame, plain: bool = False) -> Wire:
     """
     head = frame.pack()
     if plain:
-        return _plain([head, *frame.buffers])
+        return _plain([head, *map(flat, frame.buffers)])
     if not frame.buffers:
         return head
-    return [head, *(b if isinstance(b, pickle.PickleBuffer) else pickle.PickleBuffer(b)
-                    for b in frame.buffers)]  # fmt: skip
+    return [head, *(pickle.PickleBuffer(flat(buffer)) for buffer in frame.buffers)]
 
 
 def from_wire(wire: Wire) -> Frame:

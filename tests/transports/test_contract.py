@@ -5,6 +5,7 @@ import threading
 import time
 import uuid
 
+import numpy as np
 import pytest
 
 from rayrpc._runtime.membership import Member
@@ -92,6 +93,17 @@ def test_a_frame_and_its_reply_arrive_whole(sides):
     sent.meta = {"hook": 1}
     assert caller.transport.call(callee.member, sent).wait(PATIENCE).data == b"back"
     assert seen == [(Kind.CALL, 7, {"hook": 1}, [b"x" * 10, b"y" * 300_000])]
+
+
+@pytest.mark.parametrize("side", [4, 400])
+def test_buffers_in_fortrans_order_travel_as_they_lie_in_memory(sides, side):
+    caller, callee = sides
+    array = np.asfortranarray(np.arange(side * side, dtype=np.int64).reshape(side, side))
+    callee.serve_reply = callee.reply
+    callee.reply = lambda f, data: callee.serve_reply(f, bytes(f.buffers[0]), f.buffers)
+    reply = caller.transport.call(callee.member, frame(1, b"", [pickle.PickleBuffer(array)]))
+    there = reply.wait(PATIENCE)
+    assert there.data == array.tobytes("F")
 
 
 def test_replies_bring_buffers_of_the_receivers_own(sides):

@@ -222,6 +222,14 @@ class TestCuts:
         assert len(lane.owner.lost) == 1 and not lane.owner.rerouted
         assert lane.call(frame(9)) is None
 
+    def test_a_reply_that_cannot_be_sent_ends_the_lane_and_is_logged(self, callee, lane, caplog):
+        callee.answer = lambda f: "no bytes" if f.data == b"bad" else f.data
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        bad = lane.call(frame(2, b"bad"))
+        with pytest.raises(CallLostError):
+            bad.wait(PATIENCE)
+        assert "a reply could not be sent" in caplog.text
+
     def test_calls_that_were_not_sent_go_another_way(self, callee, lane):
         assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
         (connection,) = lane.owner.connections
