@@ -264,6 +264,12 @@ class RRef(Generic[T]):
         self._raise_creation_error()
         return rrefs.share_used(self._fork_id, to)
 
+    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+        if self._fork_id is None or not rrefs.is_counted(self._fork_id, to):
+            return None
+        failed = self._creation is not None and isinstance(self._creation.outcome, Error)
+        return None if failed else self._rref_id
+
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
         return tuple(self._share(self._agent.rrefs, None))

@@ -175,6 +175,10 @@ class Adder:
     def add_at(self, to: str, x: int) -> Any:
         return rpc.rpc_async(to, add, args=(x, self.base))
 
+    def wait_for(self, name: str) -> None:
+        while name not in shared:
+            time.sleep(0.01)
+
     def slow(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.base

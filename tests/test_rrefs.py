@@ -20,6 +20,10 @@ def counts(name):
     return int(info["num_owner_rrefs"]), int(info["num_forks"])
 
 
+def finish(result):
+    return result.wait() if isinstance(result, torch.futures.Future) else result
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(workers):
     """Every test ends with empty tables everywhere."""
@@ -62,6 +66,39 @@ def test_a_value_called_by_rref_is_the_very_object(workers):
     assert [rref.rpc_sync().raise_base(1) for _ in range(3)] == [2, 3, 4]
     assert rref.rpc_async().raise_base(1).wait() == 5
     assert rref.remote().raise_base(1).to_here() == 6
+
+
+def test_calls_on_a_counted_rref_need_no_message_of_the_protocol(workers):
+    """The caller lends it for the call: nothing is counted, asked for or taken back."""
+    rref = rpc.remote("alice", targets.Adder, args=(1,))
+    assert rref.rpc_sync().add(1) == 2
+    rref._get_future().wait()
+    agent = rpc._get_current_rpc_agent()
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        to_say = agent.rrefs.to_say
+        patch.setattr(agent.rrefs, "to_say", lambda to: said.append(to_say(to)) or said[-1])
+        for _ in range(3):
+            assert rref.rpc_sync().add(1) == 2
+            assert rref.rpc_async().add(2).wait() == 3
+    assert said == [(0, ())] * 6
+    assert counts("alice") == (1, 1)
+
+
+@pytest.mark.parametrize("api", ["rpc_sync", "rpc_async"])
+def test_an_rref_that_is_lent_is_counted_until_the_call_is_answered(workers, api):
+    """Also when the caller gives up on the call, and drops its last handle."""
+    rref = rpc.remote("alice", targets.Adder, args=(1,))
+    rref._get_future().wait()
+    assert rref.rpc_sync().add(1) == 2
+    with pytest.raises(errors.CallTimeoutError):
+        finish(getattr(rref, api)(timeout=0.2).wait_for("rref"))
+    del rref
+    gc.collect()
+    time.sleep(0.1)
+    assert counts("alice") == (1, 1)
+    rpc.rpc_sync("alice", targets.keep, args=("rref", True))
+    assert eventually(lambda: counts("alice") == (0, 0))
 
 
 def test_async_methods_are_resolved_on_the_owner(workers):

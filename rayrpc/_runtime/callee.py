@@ -23,7 +23,7 @@ from rayrpc._runtime.remote_errors import RemoteException, describe
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.tensors import NoDeviceError
 from rayrpc._runtime.threads import Slots, ThreadCache
-from rayrpc._runtime.turns import Habits, step_aside
+from rayrpc._runtime.turns import SHORT_SECONDS, Habits, step_aside
 from rayrpc._transports.base import Deferred
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
@@ -69,7 +69,8 @@ class Callee:
         self._name_of = name_of
         self._rpc_timeout = rpc_timeout
         self._hooks = hooks
-        self._habits = Habits()
+        self._quick = Habits()
+        self._short = Habits(SHORT_SECONDS)
         self._lock = threading.Lock()
         self.active = 0
         self.served = 0
@@ -123,8 +124,9 @@ class Callee:
             if frame.forks:
                 self._confirm(frame)
             habit = Habits.key(func, args)
-            if not self._habits.is_quick(habit):
-                step_aside()
+            is_quick = self._quick.is_quick(habit)
+            if not is_quick:
+                step_aside(briefly=self._short.is_quick(habit))
             start = perf_counter()
             if frame.meta:
                 call = IncomingCall(frame.src, func, args, kwargs, frame.meta)
@@ -135,7 +137,10 @@ class Callee:
             else:
                 value = _invoke(func, args, kwargs, frame.is_async)
                 del args, kwargs
-            self._habits.note(habit, perf_counter() - start, self.active == 1)
+            seconds = perf_counter() - start
+            self._quick.note(habit, seconds, self.active == 1)
+            if not is_quick:
+                self._short.note(habit, seconds, self.active == 1)
         except BaseException as exc:
             return self._end(frame, cell, Error(exc), call)
         if not frame.is_async:
@@ -265,7 +270,7 @@ class Callee:
         self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
     ) -> Frame:
         ack, control = self._rrefs.to_say(call.src)
-        data, buffers, forks = payload
+        data, buffers, forks, _ = payload
         session, me, number = self._session, self._me.id, call.call_id
         return Frame(
             kind, session, me, number, None, None, False, meta, ack, control, forks, data, buffers

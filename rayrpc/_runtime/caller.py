@@ -49,13 +49,14 @@ class Way(Protocol):
 class _Open:
     """A call that completes by callback."""
 
-    __slots__ = ("_caller", "arrived", "call", "done", "id", "peer")
+    __slots__ = ("_caller", "_lent", "arrived", "call", "done", "id", "peer")
 
     def __init__(
         self,
         caller: Caller,
         number: int,
         peer: Member,
+        lent: tuple[Any, ...],
         done: Done,
         call: OutgoingCall | None,
         arrived: Callable[[], None] | None,
@@ -63,6 +64,7 @@ class _Open:
         self._caller = caller
         self.id = number
         self.peer = peer
+        self._lent = lent  # the transport keeps them by keeping ``reply``
         self.done = done
         self.call = call
         self.arrived = arrived
@@ -141,7 +143,8 @@ class Caller:
         if self._wanted():
             return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
         is_async, payload = self._encode(to, func, args, kwargs)
-        return self._wait(to, self._frame(Kind.CALL, to, payload, None, is_async), timeout)
+        frame = self._frame(Kind.CALL, to, payload, None, is_async)
+        return self._wait(to, frame, timeout, payload.lent)
 
     def future(
         self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
@@ -153,14 +156,14 @@ class Caller:
         if not hooks:
             is_async, payload = self._encode(to, func, args, kwargs)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
-            self._start(to, frame, timeout, done)
+            self._start(to, frame, timeout, payload.lent, done)
             return future
         call = self._outgoing(mode, to, func, args, kwargs)
         with contextlib.ExitStack() as stack:
             entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
             frame = self._frame(Kind.CALL, to, payload, call.meta or None, is_async)
-            self._start(to, frame, timeout, done, call)
+            self._start(to, frame, timeout, payload.lent, done, call)
             for hook, value in entered:
                 future = hook.sent(call, future, value)
         return future
@@ -181,7 +184,7 @@ class Caller:
                 rref._future = hook.sent(call, rref._get_future(), value)
             # whether the answer is in time or late: the owner has the RRef from then on
             arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
-            self._start(to, frame, timeout, creation.set, call, arrived)
+            self._start(to, frame, timeout, payload.lent, creation.set, call, arrived)
         return rref
 
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float) -> Any:
@@ -228,7 +231,7 @@ class Caller:
         try:
             devices = self._devices.of_calls(to.name)
             payload = self._codec.encode(
-                (func, args, kwargs), to.id, to.main == self._main, devices
+                (func, args, kwargs), to.id, to.main == self._main, devices, lends=True
             )
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
@@ -248,7 +251,7 @@ class Caller:
         is_async: bool,
     ) -> Frame:
         ack, control = self._rrefs.to_say(to.id)
-        data, buffers, forks = payload
+        data, buffers, forks, _ = payload
         number = self._call_ids()
         session, me = self._session, self._me.id
         return Frame(
@@ -269,7 +272,7 @@ class Caller:
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _wait(self, to: Member, frame: Frame, timeout: float) -> Any:
+    def _wait(self, to: Member, frame: Frame, timeout: float, lent: tuple[Any, ...] = ()) -> Any:
         step_aside()
         number = frame.call_id
         self._waits[number] = None
@@ -280,7 +283,7 @@ class Caller:
             try:
                 reply = self._await(pending, timeout)
             except TimeoutError:
-                pending.on_done(functools.partial(self._too_late, to))
+                pending.on_done(functools.partial(self._too_late, to, lent))
                 raise _timed_out(timeout) from None
             return self._open_reply(to, reply)
         finally:
@@ -304,6 +307,7 @@ class Caller:
         to: Member,
         frame: Frame,
         timeout: float,
+        lent: tuple[Any, ...],
         done: Done,
         call: OutgoingCall | None = None,
         arrived: Callable[[], None] | None = None,
@@ -312,12 +316,13 @@ class Caller:
 
         Args:
             to, frame, timeout: whom to ask what for how long.
+            lent: the payload's.
             done: takes the outcome, once.
             call: what the hooks know it by.
             arrived: it is a ``remote``: called when the callee has answered, in time or late.
         """
         number = frame.call_id
-        open_call = self._open[number] = _Open(self, number, to, done, call, arrived)
+        open_call = self._open[number] = _Open(self, number, to, lent, done, call, arrived)
         with self._lock:
             self.sent += 1
         if timeout:
@@ -333,7 +338,7 @@ class Caller:
         if call.arrived is not None:
             call.arrived()
         if call.id not in self._open:
-            self._too_late(call.peer, outcome)
+            self._too_late(call.peer, (), outcome)
             return
         result: Outcome[Any] = outcome
         if isinstance(outcome, Value):
@@ -350,8 +355,8 @@ class Caller:
         if call is not None:
             self._threads.submit(lambda: call.done(Error(error)))
 
-    def _too_late(self, to: Member, outcome: Outcome[Frame]) -> None:
-        """Take the reply of a call that was given up: it may bring RRefs."""
+    def _too_late(self, to: Member, lent: tuple[Any, ...], outcome: Outcome[Frame]) -> None:
+        """Take the reply of a call that was given up: it may bring RRefs, and ends the loan."""
         if isinstance(outcome, Value):
             reply = outcome.value
 

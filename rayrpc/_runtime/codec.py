@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from rayrpc._runtime.devices import DeviceMap, reduce_mapped
+from rayrpc._runtime.ids import GloballyUniqueId
 from rayrpc._runtime.messages import Fork, Payload
 from rayrpc._runtime.tensors import reduce_array, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
@@ -45,6 +46,12 @@ class Sharer(Protocol):
     def share(self, rref: Any, to: int | None) -> Fork:
         """Fork ``rref`` for worker ``to``."""
 
+    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
+        """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
+
+    def borrow(self, rref_id: GloballyUniqueId) -> Any:
+        """Return the RRef of ours that another worker lent us."""
+
     def unshare(self, fork: Fork) -> None:
         """Take back a fork that was not sent."""
 
@@ -58,27 +65,38 @@ class Sharer(Protocol):
 class _Encoding:
     """What the reducers of one pickle need and leave."""
 
-    __slots__ = ("_sharer", "_to", "buffers", "by_value", "devices", "forks")
+    __slots__ = ("_lends", "_sharer", "_to", "buffers", "by_value", "devices", "forks", "lent")
 
     def __init__(
-        self, sharer: Sharer, to: int | None, by_value: bool, devices: DeviceMap | None
+        self,
+        sharer: Sharer,
+        to: int | None,
+        lends: bool,
+        by_value: bool,
+        devices: DeviceMap | None,
     ) -> None:
         self._sharer = sharer
         self._to = to
+        self._lends = lends
         self.by_value = by_value
         self.devices = devices
         self.buffers: list[pickle.PickleBuffer] = []
         self.forks: list[Fork] = []
+        self.lent: list[Any] = []
 
-    def share(self, rref: Any) -> int:
+    def share(self, rref: Any) -> Any:
+        if self._lends and (rref_id := self._sharer.lend(rref, self._to)) is not None:
+            self.lent.append(rref)
+            return _borrow_rref, tuple(rref_id)
         self.forks.append(self._sharer.share(rref, self._to))
-        return len(self.forks) - 1
+        return _receive_rref, (len(self.forks) - 1,)
 
 
 class _Session(threading.local):
     """The pickles under way in this thread."""
 
     encoding: _Encoding | None = None
+    sharer: Sharer | None = None  # of who decodes
     receive: Callable[[int], Any] | None = None
     reduce: Reducer | None = None  # of a pickler of the user's
 
@@ -86,19 +104,25 @@ class _Session(threading.local):
 _session = _Session()
 
 
-def reduce_rref(rref: Any) -> tuple[Callable[[int], Any], tuple[int]]:
-    """Replace an RRef by the position of its fork in the payload's header."""
+def reduce_rref(rref: Any) -> Any:
+    """Replace an RRef by its identity, if it is lent, else by the position of its fork."""
     if _session.reduce is not None:
-        return _session.reduce(rref)  # type: ignore[no-any-return]
+        return _session.reduce(rref)
     if _session.encoding is None:
-        return rref.__reduce__()  # type: ignore[no-any-return]  # raises torch's own error
-    return _receive_rref, (_session.encoding.share(rref),)
+        return rref.__reduce__()  # raises torch's own error
+    return _session.encoding.share(rref)
 
 
 def _receive_rref(position: int) -> Any:
     if _session.receive is None:
         raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
     return _session.receive(position)
+
+
+def _borrow_rref(created_on: int, local_id: int) -> Any:
+    if _session.sharer is None:
+        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
+    return _session.sharer.borrow(GloballyUniqueId(created_on, local_id))
 
 
 def _reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
@@ -212,7 +236,12 @@ class Codec:
         self._sharer = sharer
 
     def encode(
-        self, obj: Any, to: int | None, shares_main: bool, devices: DeviceMap | None = None
+        self,
+        obj: Any,
+        to: int | None,
+        shares_main: bool,
+        devices: DeviceMap | None = None,
+        lends: bool = False,
     ) -> Payload:
         """Pickle ``obj`` for worker ``to``.
 
@@ -221,6 +250,8 @@ class Codec:
             to (int | None): the receiving worker's id; None if not known.
             shares_main (bool): the receiver's ``__main__`` is the same program as ours.
             devices (DeviceMap | None): where tensors go there.
+            lends (bool): it is the request of a call: the receiver's own RRefs need no fork,
+                because ours stay until it has answered.
 
         Raises:
             SerializationError: it cannot be pickled, by reference or by value.
@@ -229,23 +260,28 @@ class Codec:
         if type(obj) in _PLAIN:
             return Payload(pickle.dumps(obj, 5), [])
         try:
-            payload = self._dump(obj, to, devices, by_value=False)
+            payload = self._dump(obj, to, devices, lends, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
-            return self._by_value(obj, to, exc, devices)
+            return self._by_value(obj, to, exc, devices, lends)
         if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
             for fork in payload.forks:
                 self._sharer.unshare(fork)
-            return self._by_value(obj, to, None, devices)
+            return self._by_value(obj, to, None, devices, lends)
         return payload
 
     def _by_value(
-        self, obj: Any, to: int | None, first: BaseException | None, devices: DeviceMap | None
+        self,
+        obj: Any,
+        to: int | None,
+        first: BaseException | None,
+        devices: DeviceMap | None,
+        lends: bool,
     ) -> Payload:
         main = sys.modules.get("__mp_main__")
         if main is not None:  # the main of a spawned process is one, too
             cloudpickle.register_pickle_by_value(main)
         try:
-            return self._dump(obj, to, devices, by_value=True)
+            return self._dump(obj, to, devices, lends, by_value=True)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
             raise SerializationError(
                 f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
@@ -253,8 +289,10 @@ class Codec:
                 "share such objects through an RRef."
             ) from (first or exc)
 
-    def _dump(self, obj: Any, to: int | None, devices: DeviceMap | None, by_value: bool) -> Payload:
-        encoding = _Encoding(self._sharer, to, by_value, devices)
+    def _dump(
+        self, obj: Any, to: int | None, devices: DeviceMap | None, lends: bool, by_value: bool
+    ) -> Payload:
+        encoding = _Encoding(self._sharer, to, lends, by_value, devices)
         pickler = _PICKLERS[by_value, devices is not None]
         file = io.BytesIO()
         outer = _session.encoding
@@ -267,7 +305,8 @@ class Codec:
             raise
         finally:
             _session.encoding = outer
-        return Payload(file.getvalue(), encoding.buffers, tuple(encoding.forks))
+        forks, lent = tuple(encoding.forks), tuple(encoding.lent)
+        return Payload(file.getvalue(), encoding.buffers, forks, lent)
 
     def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
         """Unpickle a payload.
@@ -295,12 +334,16 @@ class Codec:
                     self._sharer.discard(fork)
 
     def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
+        outer = _session.sharer
+        _session.sharer = self._sharer
         try:
             return pickle.loads(data, buffers=buffers) if buffers else pickle.loads(data)
         except (AttributeError, ImportError) as exc:
             raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
         except (pickle.UnpicklingError, EOFError, IndexError) as exc:
             raise SerializationError(f"cannot be unpickled: {exc}") from exc
+        finally:
+            _session.sharer = outer
 
 
 # -- picklers of users --------------------------------------------------------------------------

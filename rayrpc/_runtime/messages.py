@@ -68,11 +68,19 @@ class Fork(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """A pickled object: bytes, the buffers that left the pickle, the RRefs in it."""
+    """A pickled object.
+
+    Args:
+        data (bytes): the pickle.
+        buffers (list): those that left it.
+        forks (tuple[Fork, ...]): the RRefs in it.
+        lent (tuple): handles of further ones, which must live until the call is answered.
+    """
 
     data: bytes
     buffers: list[Any]
     forks: tuple[Fork, ...] = ()
+    lent: tuple[Any, ...] = ()
 
 
 EMPTY = Payload(b"", [])

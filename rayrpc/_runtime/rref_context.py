@@ -111,6 +111,14 @@ class RRefContext:
         with self._lock:
             return self._table.share_owned(rref_id, cell, to)
 
+    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
+        """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
+        return rref._lend(self, to)  # type: ignore[no-any-return]
+
+    def borrow(self, rref_id: GloballyUniqueId) -> Any:
+        """Return the RRef of ours that another worker lent us."""
+        return self._make_rref(rref_id, None, self._table.me, self.lookup(rref_id))
+
     def unshare(self, fork: Fork) -> None:
         """Take back a fork that was not sent."""
         with self._lock:
@@ -139,6 +147,10 @@ class RRefContext:
     def is_held(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether the fork of a live handle was not deleted under it."""
         return fork_id in self._table.used
+
+    def is_counted(self, fork_id: GloballyUniqueId, by: int | None) -> bool:
+        """Tell whether a worker owns the RRef of this fork, and counts it."""
+        return self._table.is_counted(fork_id, by)
 
     def is_confirmed(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether the owner is known to count a fork."""

@@ -15,6 +15,9 @@ zero while somebody still holds, or is about to hold, the RRef:
     the owner shares with C:         it counts f before the call leaves; C's fork starts CONFIRMED
     A drops its handle:              A ──UserDelete──> owner
 
+In a call to the owner, an RRef whose fork is CONFIRMED needs no other: it is lent, by its identity
+alone, and the caller keeps its fork until the call is answered.
+
 A share, a request to count or a fetch may overtake the ``remote`` call that makes the RRef: the
 owner then keeps an empty cell for it, which that call fills.
 
@@ -349,6 +352,11 @@ class RRefTable:
         return not any(link.queue or link.in_flight for link in self._links.values())
 
     # -- looking ----------------------------------------------------------------------------
+
+    def is_counted(self, fork_id: GloballyUniqueId, by: int | None) -> bool:
+        """Tell whether worker ``by`` owns the RRef of this fork, and counts it; takes no lock."""
+        entry = self.used.get(fork_id)
+        return entry is not None and entry.owner == by and entry.state is UserState.CONFIRMED
 
     def is_confirmed(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether the owner is known to count this fork."""

@@ -13,7 +13,15 @@ from collections.abc import Callable, Hashable
 from types import MethodType
 from typing import Any, TypeVar
 
-__all__ = ["Habits", "Turn", "Watch", "called_by_name", "has_turn", "step_aside"]
+__all__ = [
+    "SHORT_SECONDS",
+    "Habits",
+    "Turn",
+    "Watch",
+    "called_by_name",
+    "has_turn",
+    "step_aside",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +34,8 @@ CHORE_SECONDS = 5.0
 # What takes no longer than this may run where the next message would wait for it, once it has
 # done so often: a quick run counts 1, a slow one takes away many, and a hiccup can be made up for.
 QUICK_SECONDS = 0.0005
+# What takes no longer than this may do so where no message comes meanwhile, as far as is known.
+SHORT_SECONDS = 0.002
 TRUSTED = 3
 MOST, LEAST = 64, -8
 SLOW_COUNTS = 32
@@ -49,10 +59,18 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def step_aside() -> None:
-    """Let another thread read on, if this one reads a connection; call it before blocking."""
+def step_aside(briefly: bool = False) -> None:
+    """Let another thread read on, if this one reads a connection; call it before blocking.
+
+    Args:
+        briefly: what follows is short: stay if no message is likely to come meanwhile.
+    """
     turn = _here.turn
-    if turn is not None:
+    if turn is None:
+        return
+    if briefly and turn.alone:
+        turn.stayed = True
+    else:
         turn.end()
 
 
@@ -74,7 +92,7 @@ class Turn:
         watch (Watch): ends it when that is due.
     """
 
-    __slots__ = ("_lock", "_relieve", "_watch", "busy", "over", "serial")
+    __slots__ = ("_lock", "_relieve", "_watch", "alone", "busy", "over", "serial", "stayed")
 
     def __init__(self, relieve: Callable[[], None], watch: Watch) -> None:
         self._relieve = relieve
@@ -85,6 +103,10 @@ class Turn:
         #: the thread is busy with it
         self.busy = False
         self.over = False
+        #: messages come one at a time, as far as is known; to be set by who knows
+        self.alone = False
+        #: for that reason the thread did not step aside
+        self.stayed = False
 
     def __enter__(self) -> Turn:
         _here.turn = self
@@ -99,6 +121,7 @@ class Turn:
         """Note that a message was read."""
         self.serial += 1
         self.busy = True
+        self.stayed = False
         if self._watch.sleeps:
             self._watch.wake()
 
@@ -202,9 +225,13 @@ class Habits:
 
     A function is known by its ``id``, so that none is kept alive; if one takes the place of
     another, it only runs in another thread than it might.
+
+    Args:
+        seconds (float): what is not long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = QUICK_SECONDS) -> None:
+        self._seconds = seconds
         self._scores: dict[Hashable, int] = {}
 
     @staticmethod
@@ -214,13 +241,13 @@ class Habits:
         return (key, args[1]) if key in _called_by_name else key
 
     def is_quick(self, key: Hashable) -> bool:
-        """Tell whether a function is expected to return at once."""
+        """Tell whether a function is not expected to take long."""
         return self._scores.get(key, 0) >= TRUSTED
 
     def note(self, key: Hashable, seconds: float, alone: bool) -> None:
         """Note how long a function ran, and whether no other did meanwhile."""
         score = self._scores.get(key, 0)
-        if seconds <= QUICK_SECONDS:
+        if seconds <= self._seconds:
             if score == MOST:
                 return
             score += 1

@@ -29,8 +29,8 @@ __all__ = [
     "Segment",
     "SegmentPool",
     "is_supported",
+    "offsets",
     "receive_descriptor",
-    "room",
     "send_descriptor",
 ]
 
@@ -52,20 +52,11 @@ def is_supported() -> bool:
     return hasattr(os, "memfd_create")
 
 
-def padded(length: int) -> int:
-    """Return how much of a segment a buffer of this length takes."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
 def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
     """Return where buffers lie in a segment, and how much of it they need."""
-    starts = list(itertools.accumulate(map(padded, lengths), initial=0))
+    padded = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
+    starts = list(itertools.accumulate(padded, initial=0))
     return starts, starts.pop()
-
-
-def room(lengths: Sequence[int]) -> int:
-    """Return how many bytes of a segment buffers need."""
-    return offsets(lengths)[1]
 
 
 def capacity_for(size: int) -> int:
@@ -151,17 +142,15 @@ class Segment:
         finally:
             os.close(descriptor)
 
-    def fill(self, views: Sequence[memoryview]) -> None:
-        """Copy buffers in."""
-        start = 0
-        for view in views:
+    def fill(self, views: Sequence[memoryview], starts: Sequence[int]) -> None:
+        """Copy buffers in, each to its start."""
+        for start, view in zip(starts, views, strict=True):
             length = view.nbytes
             if length < LARGE_BYTES:
                 self._view[start : start + length] = view
             else:
                 target = np.frombuffer(self._memory, np.uint8, length, start)
                 copy(target, np.frombuffer(view, np.uint8))
-            start += padded(length)
 
 
 class SegmentPool:

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 # How long a read waits; nothing depends on it, for who closes a connection ends its reads.
 IDLE_SECONDS = 60.0
 
+# After a message came in the middle of a short call, others are expected during so many calls.
+CROWDED = 64
+
 # Called with a frame and its reply; returns True if it sends the reply by another way.
 OtherWay = Callable[[Frame, Frame], bool]
 
@@ -154,6 +157,7 @@ class _Connection:
         self._stream = Stream(connection, threads, lambda unsent: None, opened_here=False)
         self._busy: set[int] = set()  # threads that answer a call
         self._over = False
+        self._crowd = 0
         threads.submit(self._read)
 
     @property
@@ -206,7 +210,12 @@ class _Connection:
         self._threads.submit(self._read)
 
     def _answer(self, frame: Frame, turn: Turn) -> None:
+        turn.alone = self._crowd == 0
         reply = served(self._serve, frame)
+        if turn.stayed and not turn.over and self._stream.wait(0):
+            self._crowd = CROWDED
+        elif self._crowd:
+            self._crowd -= 1
         if isinstance(reply, Deferred):
             reply.on_done(lambda late: self._send(frame, late, False))
         else:

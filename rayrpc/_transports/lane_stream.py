@@ -11,11 +11,10 @@ from rayrpc._runtime.messages import Frame, flat
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.lane_memory import (
     MappedSegments,
-    Segment,
     SegmentPool,
     is_supported,
+    offsets,
     receive_descriptor,
-    room,
     send_descriptor,
 )
 from rayrpc._transports.lane_outbox import Outbox
@@ -126,10 +125,14 @@ class Stream:
             return self._outbox.send(call_id, message_parts(call_id, head, []), more)
         views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
-        segment = self._segment(lengths)
+        segment = None
+        if self._pool is not None and sum(lengths) >= SHARED_BYTES:
+            starts, size = offsets(lengths)
+            with contextlib.suppress(OSError):  # no memory for one more, or many are on their way
+                segment = self._pool.take(size)
         if segment is None:
             return self._outbox.send(call_id, message_parts(call_id, head, views), more)
-        segment.fill(views)
+        segment.fill(views, starts)
         if give_up:
             frame.buffers = []
             views.clear()
@@ -159,14 +162,6 @@ class Stream:
             self._side.close()
 
     # -- shared memory ------------------------------------------------------------------------
-
-    def _segment(self, lengths: tuple[int, ...]) -> Segment | None:
-        if self._pool is None or sum(lengths) < SHARED_BYTES:
-            return None
-        try:
-            return self._pool.take(room(lengths))
-        except OSError:  # no memory or no descriptor for one more, or many are on their way
-            return None
 
     def _reuse(self, number: int) -> None:
         if self._pool is not None and not self._pool.give_back(number):

@@ -29,6 +29,12 @@ class FakeSharer:
         self.log.append(("share", to))
         return Fork(fork_id, fork_id, 0, 0)
 
+    def lend(self, rref, to):
+        return GloballyUniqueId(5, 6) if to == 9 else None
+
+    def borrow(self, rref_id):
+        return ("borrowed", rref_id)
+
     def unshare(self, fork):
         self.log.append("unshare")
 
@@ -161,6 +167,18 @@ class TestRRefs:
         with pytest.raises(FunctionNotFoundError):
             codec.decode(broken, [], payload.forks)
         assert sharer.log[-1] == "discard"
+
+    def test_a_call_lends_its_receivers_own(self, codec, sharer):
+        rref = make_rref()
+        payload = codec.encode({"a": [rref]}, 9, True, lends=True)
+        assert payload.lent == (rref,) and not payload.forks and not sharer.log
+        got = codec.decode(payload.data, [], ())
+        assert got == {"a": [("borrowed", GloballyUniqueId(5, 6))]}
+
+    @pytest.mark.parametrize(("to", "lends"), [(9, False), (7, True)])
+    def test_replies_lend_nothing_and_nobody_what_others_own(self, codec, sharer, to, lends):
+        payload = codec.encode(make_rref(), to, True, lends=lends)
+        assert len(payload.forks) == 1 and not payload.lent
 
     def test_outside_of_a_call_they_cannot_be_pickled(self):
         import pickle

@@ -10,6 +10,7 @@ from rayrpc._runtime.turns import (
     MOST,
     MOST_HABITS,
     QUICK_SECONDS,
+    SHORT_SECONDS,
     Habits,
     Turn,
     Watch,
@@ -99,6 +100,22 @@ def test_whoever_steps_aside_is_relieved_at_once_and_only_in_its_own_thread(watc
     assert relieved.count == 1
 
 
+def test_who_knows_that_nobody_else_sends_stays_for_what_is_short(watch):
+    relieved = Relieved()
+    with Turn(relieved, watch) as turn:
+        turn.alone = True
+        turn.begin()
+        step_aside(briefly=True)
+        assert turn.stayed and not turn.over
+        assert turn.ready()
+        turn.begin()
+        assert not turn.stayed
+        turn.alone = False
+        step_aside(briefly=True)
+        assert turn.over and not turn.stayed
+    assert relieved.count == 1
+
+
 def quick(habits, func, times, args=()):
     for _ in range(times):
         habits.note(Habits.key(func, args), 0.0, alone=True)
@@ -122,6 +139,15 @@ def test_one_slow_run_is_made_up_for_many_are_not():
     assert not habits.is_quick(key)
     quick(habits, print, 3 - LEAST)
     assert habits.is_quick(key)
+
+
+def test_what_counts_as_long_can_be_set():
+    habits, key = Habits(SHORT_SECONDS), Habits.key(print, ())
+    for _ in range(3):
+        habits.note(key, 2 * QUICK_SECONDS, alone=True)
+    assert habits.is_quick(key)
+    habits.note(key, 2 * SHORT_SECONDS, alone=True)
+    assert not habits.is_quick(key)
 
 
 def test_slow_runs_among_others_say_nothing():

@@ -14,7 +14,7 @@ import pytest
 from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports import lane_memory
-from rayrpc._transports.lane_memory import MappedSegments, SegmentPool, room
+from rayrpc._transports.lane_memory import MappedSegments, SegmentPool, offsets
 from rayrpc._transports.lane_stream import SHARED_BYTES, Stream
 from rayrpc._transports.lane_wire import prepare
 
@@ -337,7 +337,7 @@ class TestTheEnd:
     def test_a_pool_that_was_closed_keeps_nothing(self):
         before = mappings()
         pool = SegmentPool(lambda number, capacity, descriptor: None)
-        segments = [pool.take(room([LARGE])) for _ in range(3)]
+        segments = [pool.take(offsets([LARGE])[1]) for _ in range(3)]
         assert pool.give_back(segments[0].number)
         pool.close()
         segments.clear()
@@ -347,7 +347,7 @@ class TestTheEnd:
         before = mappings()
         pool = SegmentPool(lambda number, capacity, descriptor: None)
         pool.close()
-        late = pool.take(room([LARGE]))
+        late = pool.take(offsets([LARGE])[1])
         assert mappings() == before + 1
         assert not pool.give_back(late.number)
         del late

@@ -14,11 +14,12 @@ import time
 import pytest
 from conftest import eventually
 
+from rayrpc._runtime import turns
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import Frame, Kind
 from rayrpc._runtime.outcome import Value
 from rayrpc._runtime.threads import ThreadCache
-from rayrpc._runtime.turns import Watch
+from rayrpc._runtime.turns import Watch, step_aside
 from rayrpc._transports.base import Deferred, PendingReply
 from rayrpc._transports.lane import Lane
 from rayrpc._transports.lane_auth import CHALLENGE_SIZE, Answer
@@ -203,6 +204,42 @@ class TestCalls:
         assert callee.threads.size > 10
         assert eventually(lambda: callee.threads.size <= 2)
         assert lane.call(frame(99, b"y")).wait(PATIENCE).data == b"y"
+
+
+class TestShortCalls:
+    """A function that takes a while, but not long, keeps its reader if nobody else calls."""
+
+    @pytest.fixture
+    def readers(self, callee, monkeypatch):
+        """Return the threads that ran calls; all of these are short, and take as long as told."""
+        threads = []
+
+        def answer(frame):
+            step_aside(briefly=True)
+            threads.append(threading.get_ident())
+            time.sleep(float(frame.data))
+            return frame.data
+
+        callee.answer = answer
+        monkeypatch.setattr(turns, "TICK_SECONDS", 5.0)  # the watch relieves nobody here
+        return threads
+
+    def test_one_call_at_a_time_is_served_by_one_thread(self, lane, readers):
+        for number in range(50):
+            assert lane.call(frame(number, b"0.001")).wait(PATIENCE).data == b"0.001"
+        assert len(set(readers)) == 1
+
+    def test_after_calls_at_a_time_others_read_on_while_one_runs(self, lane, readers):
+        first = lane.call(frame(1, b"0.3"))
+        assert eventually(lambda: readers)
+        held_up = lane.call(frame(2, b"0"))  # nobody could know
+        assert held_up.wait(PATIENCE) and first.wait(PATIENCE)
+        long = lane.call(frame(3, b"3"))
+        assert eventually(lambda: len(readers) == 3)
+        start = time.monotonic()
+        assert lane.call(frame(4, b"0")).wait(PATIENCE).data == b"0"
+        assert time.monotonic() - start < 2 and len(set(readers)) > 1
+        assert long.wait(PATIENCE)
 
 
 class TestCuts:
