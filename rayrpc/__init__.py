@@ -87,7 +87,7 @@ _HOMES = {
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("api", "autograd", "backend_registry", "errors", "functions", "futures")
+_MODULES = ("api", "autograd", "backend_registry", "errors", "functions", "futures", "nn", "optim")
 
 
 def __getattr__(name: str) -> Any:

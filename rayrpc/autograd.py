@@ -1,57 +1,139 @@
-"""Distributed autograd: not part of this release.
+"""Distributed autograd: backward passes through calls, as ``torch.distributed.autograd``.
 
-A context of torch's own would be entered without an error and then miss every gradient that
-crosses a call, so ``install()`` replaces it by one that says so.
+    with rayrpc.autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", torch.add, args=(t1, t2)).sum()
+        rayrpc.autograd.backward(context_id, [loss])
+        gradients = rayrpc.autograd.get_gradients(context_id)
+
+Gradients are kept by context, never in ``.grad``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from types import TracebackType
 
-from rayrpc.errors import RpcError
+import torch
 
-__all__ = ["backward", "context", "get_gradients"]
-
-_MISSING = (
-    "Distributed autograd is not part of this release of rayrpc: send gradients by hand, as "
-    "tensors, or keep each backward pass on one worker."
+from rayrpc._runtime import current
+from rayrpc._runtime.grad_context import (
+    ID_BITS,
+    DistAutogradContext,
+    contexts,
+    find_context,
 )
+from rayrpc._runtime.grad_passes import run_backward
+
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
 
 class context:
-    """Refuse to open a distributed autograd context.
+    """Open a context for forward and backward passes; as a ``with`` statement, give its id.
+
+    Every worker that is called in it has a part of it, and lets go of that when it ends.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: RPC is not initialized, or this thread is in a context already.
 
     Source: ``torch.distributed.autograd.context``.
     """
 
-    def __enter__(self) -> NoReturn:
-        raise RpcError(_MISSING)
+    def __enter__(self) -> int:
+        self.autograd_context = _new_context()
+        return self.autograd_context._context_id()
 
-    def __exit__(self, *error: Any) -> None:
-        return None
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _release_context(self.autograd_context._context_id())
 
 
-def backward(context_id: int, roots: Any, retain_graph: bool = False) -> NoReturn:
-    """Refuse to run a distributed backward pass.
+def is_available() -> bool:
+    """Tell whether distributed autograd can be used: always."""
+    return True
+
+
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+    """Compute gradients of the sum of ``roots`` on all workers that took part in making them.
+
+    They are added to those that the context has.  What was sent or received in the context but
+    does not contribute to the roots takes no part.  Tensor hooks see whole gradients of leaves;
+    those of tensors inside the graph may see them in parts where a worker is passed several times.
+
+    Args:
+        context_id (int): of a context.
+        roots (list[torch.Tensor]): scalars with a ``grad_fn``.
+        retain_graph (bool): keep the graph for another pass.
 
     Raises:
-        RuntimeError: always.
+        TypeError: the arguments are no id and list of tensors.
+        RuntimeError: there is no such context, a root is no scalar that requires grad, or the
+            pass failed on a worker ("Error on Node 1: ...").
+        WorkerDiedError: a worker that takes part died.
+
+    Source: ``torch.distributed.autograd.backward``.
     """
-    raise RpcError(_MISSING)
+    is_list = isinstance(roots, (list, tuple)) and all(isinstance(r, torch.Tensor) for r in roots)
+    if not isinstance(context_id, int) or not is_list:
+        raise TypeError(
+            "backward(): incompatible function arguments. The following argument types are "
+            "supported: (context_id: int, roots: list[torch.Tensor], retain_graph: bool = False)"
+        )
+    run_backward(context_id, roots, bool(retain_graph))
 
 
-def get_gradients(context_id: int) -> NoReturn:
-    """Refuse to return the gradients of a context.
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients that passes in a context left on this worker, by leaf.
+
+    Args:
+        context_id (int): of a context.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: there is no such context.
+
+    Source: ``torch.distributed.autograd.get_gradients``.
     """
-    raise RpcError(_MISSING)
+    found = find_context(context_id)
+    with found.lock:
+        return dict(found.gradients)
+
+
+# -- names of torch's that its tests and libraries use -----------------------------------------
+
+
+def _init(worker_id: int) -> None:
+    """Do nothing: contexts come with ``init_rpc``."""
+
+
+def _new_context() -> DistAutogradContext:
+    return contexts().open()
+
+
+def _release_context(context_id: int) -> None:
+    contexts().release(context_id)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return find_context(context_id)
+
+
+def _current_context() -> DistAutogradContext:
+    return contexts().here()
+
+
+def _is_valid_context(context_id: int) -> None:
+    find_context(context_id)
+
+
+def _get_max_id() -> int:
+    return (current.get_agent().info.id << ID_BITS) + (1 << ID_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Return torch's counters; there are no contexts."""
-    return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+    """Return torch's counters."""
+    if not current.is_set():
+        return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+    return contexts().debug_info()

@@ -5,7 +5,7 @@ afterwards, in any form, get rayrpc; ``uninstall()`` puts everything back.  One 
 is replaced by what.  Where torch has no RPC at all, the modules are made.
 
 Not emulated: the native operators behind TorchScript functions that themselves call RPC (their
-Python originals run instead), profiling of remote operators, and distributed autograd.
+Python originals run instead), and profiling of remote operators.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ MODULES = {
     f"{RPC}.internal": "rayrpc.internal",
     f"{RPC}.options": "rayrpc.options",
     f"{RPC}.rref_proxy": "rayrpc.rref",
+}
+
+# ... and others, which copy names when they are imported; these ones are usually imported late.
+LATE_MODULES = {
+    "torch.distributed.nn.api.remote_module": "rayrpc.nn",
+    "torch.distributed.optim.optimizer": "rayrpc.optim",
 }
 
 # (module of torch, name in it, module of rayrpc, name in it or None for the module itself)
@@ -90,18 +96,27 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ("torch._jit_internal", "PyRRef", "rayrpc.api", "PyRRef"),
     ("torch._jit_internal", "RRef", "rayrpc.api", "RRef"),
     ("torch.jit.annotations", "RRef", "rayrpc.api", "RRef"),
-    ("torch.distributed.optim.optimizer", "RRef", "rayrpc.api", "RRef"),
-    (
-        "torch.distributed.nn.api.remote_module",
-        "_internal_rpc_pickler",
-        "rayrpc.internal",
-        "_internal_rpc_pickler",
-    ),
     # gradients across calls
     *[
         ("torch.distributed.autograd", name, "rayrpc.autograd", name)
-        for name in ("_get_debug_info", "backward", "context", "get_gradients")
+        for name in (
+            "DistAutogradContext",
+            "_current_context",
+            "_get_debug_info",
+            "_get_max_id",
+            "_init",
+            "_is_valid_context",
+            "_new_context",
+            "_release_context",
+            "_retrieve_context",
+            "backward",
+            "context",
+            "get_gradients",
+            "is_available",
+        )
     ],
+    ("torch.distributed.nn", "RemoteModule", "rayrpc.nn", "RemoteModule"),
+    ("torch.distributed.optim", "DistributedOptimizer", "rayrpc.optim", "DistributedOptimizer"),
     ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
 ]
 
@@ -127,7 +142,7 @@ def install() -> None:
     if _undo:
         return
     rpc = _rpc_package()
-    for name, home in MODULES.items():
+    for name, home in {**MODULES, **LATE_MODULES}.items():
         _set(sys.modules, name, importlib.import_module(home))
     for module_name, name, source, source_name in TABLE:
         target = rpc if module_name == RPC else sys.modules.get(module_name)

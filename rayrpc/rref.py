@@ -13,6 +13,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.caller import complete
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import add_reducer, reduce_rref
+from rayrpc._runtime.grad_passes import run_backward
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.messages import Fork
 from rayrpc._runtime.outcome import Error, Value, fresh
@@ -236,23 +237,31 @@ class RRef(Generic[T]):
         return self._profiling
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the value, which must be a scalar tensor on this worker.
+        """Run the backward pass from the value, a scalar tensor, at its owner.
 
         Args:
-            dist_autograd_ctx_id (int): a distributed autograd context; not available yet.
+            dist_autograd_ctx_id (int): a context of distributed autograd; not given: a local pass,
+                which only the owner may run.
             retain_graph (bool): keep the graph for another pass.
 
         Raises:
-            RuntimeError: this worker is not the owner, or the value is no tensor.
+            RuntimeError: the value is no tensor, or the pass failed.
         """
-        if dist_autograd_ctx_id != -1:
-            raise RpcError("Distributed autograd is not part of this release of rayrpc.")
         if self._cell is None:
-            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            if dist_autograd_ctx_id == -1:
+                raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            from rayrpc import api
+
+            args = (self, dist_autograd_ctx_id, retain_graph)
+            api.rpc_sync(self._owner, _backward_on_owner, args=args)
+            return
         value: Any = self.local_value()
-        if not hasattr(value, "backward"):
+        if not isinstance(value, torch.Tensor):
             raise RpcError("RRef should contain a tensor for .backward()")
-        value.backward(retain_graph=retain_graph)
+        if dist_autograd_ctx_id == -1:
+            value.backward(retain_graph=retain_graph)
+        else:
+            run_backward(dist_autograd_ctx_id, [value], retain_graph)
 
     # -- travelling ---------------------------------------------------------------------------
 
@@ -337,6 +346,10 @@ def _typeof_on_owner(rref: RRef[Any], blocking: bool) -> Any:
     future: Any = Future()
     future.set_result(kind)
     return future
+
+
+def _backward_on_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    rref.backward(context_id, retain_graph)
 
 
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:

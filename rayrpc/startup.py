@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.grad_context import GradContexts
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.profiling import ProfilerHook
@@ -82,7 +83,15 @@ def make_agent(
         directory.leave()
         transport.close()
         raise
-    return Agent(snapshot, transport, directory, place.key, options, rref_maker, [ProfilerHook()])
+    return Agent(
+        snapshot,
+        transport,
+        directory,
+        place.key,
+        options,
+        rref_maker,
+        [ProfilerHook(), GradContexts()],
+    )
 
 
 # The directory is an actor that never imports torch: devices are texts there.

@@ -64,3 +64,15 @@ def test_cartpole_draws_its_learning_curve(run_example, tmp_path):
     assert "mean reward over the last" in run.output
     assert "2/2" in run.output and "RPC calls/s" in run.output  # the progress bar
     assert (tmp_path / "cartpole.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["pipeline.py", "hybrid.py"])
+def test_split_models_train_as_in_one_process(run_example, name):
+    run = run_example(name, "--steps", "8")
+    assert run.end() == 0, run.output
+    assert "largest difference" in run.output
+
+
+def test_split_models_that_train_differently_fail(run_example):
+    run = run_example("pipeline.py", "--steps", "1", "--tolerance=-1")
+    assert run.end() == 1 and "losses differ by" in run.output

@@ -106,6 +106,8 @@ class Agent:
             lambda: self.rpc_timeout,
             hooks,
         )
+        for hook in hooks:
+            hook.attach(self)
         self._version = snapshot.version
         self._secret = snapshot.secret
 
@@ -255,6 +257,8 @@ class Agent:
             self.caller.gone(member, error)
             if self._members.get(member.id) is None:  # nobody else has its id by now
                 self.rrefs.gone(member.id)
+                for hook in self.hooks:
+                    hook.gone(member.id)
         with self._changed:
             self._changed.notify_all()
 
@@ -361,6 +365,8 @@ class Agent:
         self._directory.leave()
         self.caller.close()
         self.rrefs.close()
+        for hook in self.hooks:
+            hook.close()
         self._transport.close()
         self._replies.close()
         self._threads.close()

@@ -176,16 +176,11 @@ class Callee:
         self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         try:
-            if call is not None and call.meta and isinstance(outcome, Value):
-                for hook in self._hooks:
-                    if hook.name in call.meta:
-                        outcome = Value(hook.reply(call, outcome.value))
             if cell is not None:
                 return self._keep(frame, cell, outcome)
             if isinstance(outcome, Error):
                 return self._error(frame, outcome.error)
-            reply_meta = call.reply_meta if call is not None and call.reply_meta else None
-            return self._value(frame, outcome.value, reply_meta)
+            return self._value(frame, outcome.value, call)
         finally:
             with self._lock:
                 self.active -= 1
@@ -216,6 +211,13 @@ class Callee:
                 stack.enter_context(hook.receive(call))
         return stack
 
+    def _replying(self, call: IncomingCall) -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        for hook in self._hooks:
+            if hook.name in call.meta:
+                stack.enter_context(hook.reply(call))
+        return stack
+
     # -- RRefs --------------------------------------------------------------------------------
 
     def _fetch(self, frame: Frame) -> Frame | Deferred:
@@ -228,23 +230,34 @@ class Callee:
                 "made it is gone"
             )
             return self._error(frame, error)
+        call = IncomingCall(frame.src, None, (), {}, frame.meta) if frame.meta else None
+        if call is not None:
+            with self._receiving(call):
+                pass
         if cell.outcome is not None:
-            return self._fetched(frame, cell.outcome)
+            return self._fetched(frame, cell.outcome, call)
         deferred = Deferred()
-        cell.on_done(lambda outcome: deferred.set(self._fetched(frame, outcome)))
+        cell.on_done(lambda outcome: deferred.set(self._fetched(frame, outcome, call)))
         return deferred
 
-    def _fetched(self, frame: Frame, outcome: Outcome[Any]) -> Frame:
+    def _fetched(self, frame: Frame, outcome: Outcome[Any], call: IncomingCall | None) -> Frame:
         if isinstance(outcome, Error):
             return self._error(frame, outcome.error, outcome.remote)
-        return self._value(frame, outcome.value, None)
+        return self._value(frame, outcome.value, call)
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _value(self, frame: Frame, value: Any, meta: dict[str, Any] | None) -> Frame:
+    def _value(self, frame: Frame, value: Any, call: IncomingCall | None) -> Frame:
+        meta = None
         try:
             devices = self._devices.of_results(frame.src)
-            payload = self._codec.encode(value, frame.src, self._shares_main(frame.src), devices)
+            shares_main = self._shares_main(frame.src)
+            if call is None:
+                payload = self._codec.encode(value, frame.src, shares_main, devices)
+            else:
+                with self._replying(call):
+                    payload = self._codec.encode(value, frame.src, shares_main, devices)
+                meta = call.reply_meta or None
         except NoDeviceError as exc:
             return self._error(frame, refuse(exc.device, "Response", self._name_of(frame.src)))
         except SerializationError as exc:

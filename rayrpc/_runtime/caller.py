@@ -9,7 +9,8 @@ import math
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from torch.futures import Future
@@ -46,36 +47,25 @@ class Way(Protocol):
         """Send a frame and expect its reply."""
 
 
+@dataclass(slots=True, eq=False)
 class _Open:
     """A call that completes by callback."""
 
-    __slots__ = ("_caller", "_lent", "arrived", "call", "done", "id", "peer")
-
-    def __init__(
-        self,
-        caller: Caller,
-        number: int,
-        peer: Member,
-        lent: tuple[Any, ...],
-        done: Done,
-        call: OutgoingCall | None,
-        arrived: Callable[[], None] | None,
-    ) -> None:
-        self._caller = caller
-        self.id = number
-        self.peer = peer
-        self._lent = lent  # the transport keeps them by keeping ``reply``
-        self.done = done
-        self.call = call
-        self.arrived = arrived
+    caller: Caller
+    id: int
+    peer: Member
+    lent: tuple[Any, ...]  # the transport keeps them by keeping ``reply``
+    done: Done
+    call: OutgoingCall | None
+    arrived: Callable[[], None] | None
 
     def reply(self, outcome: Outcome[Frame]) -> None:
         """Take the outcome from a thread of the transport."""
         # the answer to ``remote`` says little, and no code of users waits for it
         if has_turn() or (self.arrived is not None and not _concerns_users(outcome)):
-            self._caller._finish(self, outcome)
+            self.caller._finish(self, outcome)
         else:
-            self._caller._threads.submit(lambda: self._caller._finish(self, outcome))
+            self.caller._threads.submit(lambda: self.caller._finish(self, outcome))
 
 
 def _timed_out(timeout: float) -> CallTimeoutError:
@@ -140,29 +130,38 @@ class Caller:
 
     def sync(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         """Run a function on a worker and return its value; ``timeout`` 0 is none."""
-        if self._wanted():
+        hooks = self._wanted()
+        if not hooks:
+            is_async, payload = self._encode(to, func, args, kwargs)
+            frame = self._frame(Kind.CALL, to, payload, None, is_async)
+            return self._wait(to, frame, timeout, payload.lent)
+        if any(hook.needs_future for hook in hooks):
             return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
-        is_async, payload = self._encode(to, func, args, kwargs)
-        frame = self._frame(Kind.CALL, to, payload, None, is_async)
-        return self._wait(to, frame, timeout, payload.lent)
+        call = self._outgoing("sync", to, func, args, kwargs)
+        with self._sending(call, hooks):
+            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
+        return self._wait(to, frame, timeout, payload.lent, call)
 
     def future(
         self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
     ) -> Any:
         """Run a function on a worker and return a Future of its value."""
         hooks = self._wanted()
-        future: Any = Future()
-        done = functools.partial(complete, future)
         if not hooks:
+            future: Any = Future()
+            done = functools.partial(complete, future)
             is_async, payload = self._encode(to, func, args, kwargs)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
             self._start(to, frame, timeout, payload.lent, done)
             return future
         call = self._outgoing(mode, to, func, args, kwargs)
-        with contextlib.ExitStack() as stack:
-            entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+        with self._sending(call, hooks) as entered:
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
-            frame = self._frame(Kind.CALL, to, payload, call.meta or None, is_async)
+            frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
+            special = [made for hook in hooks if (made := hook.future(call)) is not None]
+            future = special[0] if special else Future()
+            done = functools.partial(complete, future)
             self._start(to, frame, timeout, payload.lent, done, call)
             for hook, value in entered:
                 future = hook.sent(call, future, value)
@@ -172,12 +171,11 @@ class Caller:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, func, args, kwargs)
         hooks = self._wanted()
-        with contextlib.ExitStack() as stack:
-            entered = [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+        with self._sending(call, hooks) as entered:
             # encode first: an argument that cannot be sent must not leave an RRef behind
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
-            frame = self._frame(Kind.REMOTE, to, payload, call.meta or None, is_async)
+            frame = self._frame(Kind.REMOTE, to, payload, self._encoded(call, hooks), is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
             creation = rref._creation = Cell()
             for hook, value in entered:
@@ -189,9 +187,15 @@ class Caller:
 
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float) -> Any:
         """Return a copy of the value of an RRef that a worker owns."""
-        frame = self._frame(Kind.FETCH, to, EMPTY, None, False)
+        hooks = self._wanted()
+        call = self._outgoing("fetch", to, None, (), {}) if hooks else None
+        meta = None
+        if call is not None:
+            with self._sending(call, hooks):
+                meta = self._encoded(call, hooks)
+        frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
         frame.rref_id = rref_id
-        return self._wait(to, frame, timeout)
+        return self._wait(to, frame, timeout, call=call)
 
     def control(self, to: Member) -> None:
         """Send the messages of the RRef protocol that wait for a worker."""
@@ -222,6 +226,16 @@ class Caller:
 
     def _wanted(self) -> list[Hook]:
         return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
+
+    @contextlib.contextmanager
+    def _sending(self, call: OutgoingCall, hooks: list[Hook]) -> Iterator[list[tuple[Hook, Any]]]:
+        with contextlib.ExitStack() as stack:
+            yield [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+
+    def _encoded(self, call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
+        for hook in hooks:
+            hook.encoded(call)
+        return call.meta or None
 
     def _outgoing(self, mode: str, to: Member, func: Any, args: Any, kwargs: Any) -> OutgoingCall:
         return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, func, args, kwargs)
@@ -272,7 +286,14 @@ class Caller:
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _wait(self, to: Member, frame: Frame, timeout: float, lent: tuple[Any, ...] = ()) -> Any:
+    def _wait(
+        self,
+        to: Member,
+        frame: Frame,
+        timeout: float,
+        lent: tuple[Any, ...] = (),
+        call: OutgoingCall | None = None,
+    ) -> Any:
         step_aside()
         number = frame.call_id
         self._waits[number] = None
@@ -285,7 +306,7 @@ class Caller:
             except TimeoutError:
                 pending.on_done(functools.partial(self._too_late, to, lent))
                 raise _timed_out(timeout) from None
-            return self._open_reply(to, reply)
+            return self._open_reply(to, reply, call)
         finally:
             del self._waits[number]
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from rayrpc._runtime.devices import DeviceMap, reduce_mapped
+from rayrpc._runtime.grad_joints import begin_message, reduce_joined, reduce_parameter
 from rayrpc._runtime.ids import GloballyUniqueId
 from rayrpc._runtime.messages import Fork, Payload
 from rayrpc._runtime.tensors import reduce_array, reduce_tensor
@@ -178,6 +179,7 @@ _jit: Any = torch.jit
 _REDUCERS: dict[type, Reducer] = {
     np.ndarray: reduce_array,
     torch.Tensor: reduce_tensor,
+    torch.nn.Parameter: reduce_parameter,
     _jit.ScriptModule: _reduce_script_module,
     _jit.RecursiveScriptModule: _reduce_script_module,
     _jit.ScriptFunction: _reduce_script_function,
@@ -205,6 +207,8 @@ class _ByValue(cloudpickle.Pickler):
 def _reduce_mapped(tensor: torch.Tensor) -> Any:
     encoding = _session.encoding
     assert encoding is not None and encoding.devices is not None
+    if tensor.requires_grad and (joined := reduce_joined(tensor, _reduce_mapped)) is not None:
+        return joined
     return reduce_mapped(tensor, encoding.devices, reduce_tensor)
 
 
@@ -295,6 +299,7 @@ class Codec:
         encoding = _Encoding(self._sharer, to, lends, by_value, devices)
         pickler = _PICKLERS[by_value, devices is not None]
         file = io.BytesIO()
+        begin_message()
         outer = _session.encoding
         _session.encoding = encoding
         try:

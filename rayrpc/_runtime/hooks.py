@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayrpc._runtime.ids import WorkerInfo
+
+if TYPE_CHECKING:
+    from rayrpc._runtime.agent import Agent
 
 __all__ = ["Hook", "IncomingCall", "OutgoingCall"]
 
@@ -24,11 +27,12 @@ class OutgoingCall:
     """A call at its caller.
 
     Args:
-        mode (str): "sync", "async" or "remote".
+        mode (str): "sync", "async", "remote" or "fetch" (which runs nothing).
         to (WorkerInfo): the callee.
         src (WorkerInfo): the caller.
         func, args, kwargs: what to run.
         meta (dict): what hooks send along, by hook name.
+        notes (dict): what hooks remember until the result is there, by hook name.
     """
 
     mode: str
@@ -38,6 +42,7 @@ class OutgoingCall:
     args: Any
     kwargs: Any
     meta: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -49,6 +54,7 @@ class IncomingCall:
         func, args, kwargs: what to run.
         meta (dict): what the caller's hooks sent.
         reply_meta (dict): what hooks send back, by hook name.
+        notes (dict): what hooks remember until the reply is sent, by hook name.
     """
 
     src: int
@@ -57,6 +63,7 @@ class IncomingCall:
     kwargs: Any
     meta: dict[str, Any]
     reply_meta: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
 
 
 class Hook:
@@ -64,6 +71,17 @@ class Hook:
 
     #: names its entries in ``meta``
     name = ""
+    #: a blocking call has to have a Future, too
+    needs_future = False
+
+    def attach(self, agent: Agent) -> None:
+        """Belong to an agent from now on."""
+
+    def gone(self, worker: int) -> None:
+        """Note that the worker with this id left or died."""
+
+    def close(self) -> None:
+        """Note that the agent is shut down."""
 
     def wants(self) -> bool:
         """Tell whether calls made by this thread right now concern this hook."""
@@ -72,6 +90,13 @@ class Hook:
     def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         """Prepare a call; the context is entered while it is being sent."""
         return contextlib.nullcontext()
+
+    def encoded(self, call: OutgoingCall) -> None:
+        """Note that the call's message is complete, and about to be sent."""
+
+    def future(self, call: OutgoingCall) -> Any:
+        """Return the Future for a call, if it is to be a special one."""
+        return None
 
     def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
         """Return the Future to give to the user instead of ``future``.
@@ -87,9 +112,9 @@ class Hook:
         """Accept a call that has this hook's meta; the context spans the user's function."""
         return contextlib.nullcontext()
 
-    def reply(self, call: IncomingCall, value: Any) -> Any:
-        """Return the value to send back instead of ``value``."""
-        return value
+    def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        """Prepare a reply with a value; the context spans its encoding."""
+        return contextlib.nullcontext()
 
     def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         """Return the value to give to the user instead of ``value``."""

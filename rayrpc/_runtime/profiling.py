@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,11 +37,14 @@ class ProfilerHook(Hook):
     """
 
     name = "profiler"
+    needs_future = True
 
     def wants(self) -> bool:
         return _profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled
 
     def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        if call.mode == "fetch":
+            return contextlib.nullcontext()
         key = profiling_key(call.mode, _name_of(call.func), call.src.name, call.to.name)
         return torch.autograd.profiler.record_function(key)
 

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rayrpc._runtime.grad_joints import reduce_joined
+
 __all__ = ["INLINE_BYTES", "NoDeviceError", "reduce_array", "reduce_tensor"]
 
 # Below this size a view is sent with the gaps between its elements, as torch does; above it,
@@ -80,6 +82,8 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_strided(tensor: torch.Tensor) -> Any:
+    if tensor.requires_grad and (joined := reduce_joined(tensor, reduce_tensor)) is not None:
+        return joined
     if (
         tensor.layout is not torch.strided
         or tensor.device.type != "cpu"

@@ -14,8 +14,8 @@ from types import MethodType
 from typing import Any, TypeVar
 
 __all__ = [
-    "SHORT_SECONDS",
     "Habits",
+    "SHORT_SECONDS",
     "Turn",
     "Watch",
     "called_by_name",

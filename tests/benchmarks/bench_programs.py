@@ -75,6 +75,23 @@ PROGRAMS = {
         quick_amount=300,
         result=r"^async: (\d+) updates in ([\d.]+) s ",
     ),
+    **{
+        f"autograd-{model}": Program(
+            f"distributed autograd, {title}, steps",
+            "/s",
+            "tests/benchmarks/training.py",
+            (model,),
+            length="--steps",
+            amount=amount,
+            quick_amount=amount // 8,
+            result=r"^(\d+) steps in ([\d.]+) s$",
+        )
+        for model, title, amount in (
+            ("mlp", "MLP split over 2 workers", 1200),
+            ("rnn", "LSTM with remote embedding and decoder", 600),
+            ("table", "embedding table with 4 trainers", 1600),
+        )
+    },
 }
 COLUMNS = {
     "tensorpipe": (sys.executable,),

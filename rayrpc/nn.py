@@ -1,0 +1,253 @@
+"""Modules that live on another worker, as ``torch.distributed.nn``."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.remote_device import _remote_device
+
+from rayrpc import api
+from rayrpc._runtime import current
+from rayrpc._runtime.codec import add_reducer
+from rayrpc.rref import RRef
+
+__all__ = ["RemoteModule"]
+
+# What is sent of a RemoteModule; the rest is ``nn.Module``'s, and means nothing here.
+_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
+
+
+def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the module's ``forward`` where it lives; return a Future of the result."""
+    where = (self.module_rref, self.device, self.is_device_map_set)
+    return api.rpc_async(
+        self.module_rref.owner(), _remote_forward, args=(*where, *args), kwargs=kwargs
+    )
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the module's ``forward`` where it lives, and return the result."""
+    where = (self.module_rref, self.device, self.is_device_map_set)
+    return api.rpc_sync(
+        self.module_rref.owner(), _remote_forward, args=(*where, *args), kwargs=kwargs
+    )
+
+
+def _remote_forward(
+    rref: RRef[nn.Module], device: str, is_device_map_set: bool, *args: Any, **kwargs: Any
+) -> Any:
+    module: Any = rref.local_value()
+    if torch.device(device).type == "cpu":
+        return module.forward(*args, **kwargs)
+
+    def move(value: Any, to: str) -> Any:
+        return value.to(to) if isinstance(value, torch.Tensor) else value
+
+    there = [move(value, device) for value in args]
+    named = {name: move(value, device) for name, value in kwargs.items()}
+    result = module.forward(*there, **named)
+    if is_device_map_set:
+        return result
+    if isinstance(result, (tuple, list)):  # without a map, only host memory can be sent
+        return type(result)(move(value, "cpu") for value in result)
+    return move(result, "cpu")
+
+
+def _create(
+    module_cls: Any, args: Any, kwargs: Any, device: str, interface: Any = None
+) -> nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    return torch.jit.script(module) if interface is not None else module
+
+
+def _parameters(rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in rref.local_value().parameters(recurse)]
+
+
+def _set_mode(rref: RRef[nn.Module], mode: bool) -> None:
+    rref.local_value().train(mode)
+
+
+def _refuse(name: str) -> NoReturn:
+    hint = " Please use ``remote_parameters`` instead." if name == "parameters" else ""
+    end = "." if hint else ""
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule{end}{hint}")
+
+
+class RemoteModule(nn.Module):
+    """Stand for a module that lives on another worker.
+
+    ``forward`` and ``forward_async`` take what the module's own ``forward`` takes, and run it
+    there; gradients flow through it in a context of distributed autograd.  It can be sent over
+    RPC.  Of the other methods of ``nn.Module`` only ``train`` and ``eval`` are supported.
+
+    Args:
+        remote_device (str): "<worker>/<device>" or "rank:<rank>/<device>"; without a device, "cpu".
+        module_cls (type): makes the module there.
+        args, kwargs: for ``module_cls``.
+
+    Raises:
+        AssertionError: RPC is not initialized.
+        ValueError: ``remote_device`` has another form.
+
+    Source: ``torch.distributed.nn.RemoteModule``.
+    """
+
+    on: str | int
+    device: str
+    is_device_map_set: bool
+    is_scriptable: bool
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Any,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        self._place(remote_device)
+        self.is_scriptable = _module_interface_cls is not None
+        what = (module_cls, args or (), kwargs or {}, self.device, _module_interface_cls)
+        self._refer_to(api.remote(self.on, _create, args=what))
+
+    def _place(self, remote_device: str) -> None:
+        if not current.is_set():
+            raise AssertionError("RemoteModule only works in RPC.")
+        place: Any = _remote_device(remote_device)
+        name = place.worker_name()
+        self.on = place.rank() if name is None else name
+        self.device = str(place.device())
+        agent = current.get_agent()
+        self.is_device_map_set = bool(agent._get_device_map(agent.get_worker_info(self.on)))
+
+    def _refer_to(self, rref: RRef[nn.Module]) -> None:
+        self.generated_methods = (forward_async, forward)
+        self.module_rref = rref
+        _install_methods(self)
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """Return a RemoteModule of a module that is there already.
+
+        Args:
+            remote_device (str): where it is; see the class.
+            module_rref (RRef[nn.Module]): references it.
+        """
+        module = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(module)
+        module._place(remote_device)
+        module.is_scriptable = _module_interface_cls is not None
+        module._refer_to(module_rref)
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``forward``; there are no hooks here to run along."""
+        return forward(self, *args, **kwargs)
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Return RRefs of the module's parameters, for a ``DistributedOptimizer``.
+
+        Args:
+            recurse (bool): those of its submodules, too.
+        """
+        found: list[RRef[nn.Parameter]] = api.rpc_sync(
+            self.on, _parameters, args=(self.module_rref, recurse)
+        )
+        return found
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """Return the RRef of the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Set the module to training or evaluation, where it lives."""
+        api.rpc_sync(self.on, _set_mode, args=(self.module_rref, mode))
+        return self
+
+    def eval(self) -> RemoteModule:
+        """Set the module to evaluation, where it lives."""
+        return self.train(False)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what ``torch.jit.script`` makes its module of: calls stay in Python."""
+        stand_in = nn.Module()
+        for method in self.generated_methods:
+            call = torch.jit.ignore(_bound(method, self))
+            setattr(stand_in, method.__name__, types.MethodType(call, stand_in))
+        return stand_in
+
+    def __getstate__(self) -> NoReturn:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
+            "using RPC"
+        )
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise RuntimeError(
+            "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled "
+            "when using RPC"
+        )
+
+
+def _refusing(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(name)
+
+    method.__name__ = name
+    method.__doc__ = "Refuse: the module is on another worker."
+    return method
+
+
+for _name in (
+    *["add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double"],
+    *["extra_repr", "float", "half", "ipu", "load_state_dict", "modules", "named_buffers"],
+    *["named_children", "named_modules", "named_parameters", "parameters"],
+    *["register_backward_hook", "register_buffer", "register_forward_hook"],
+    *["register_forward_pre_hook", "register_parameter", "requires_grad_", "share_memory"],
+    *["state_dict", "to", "type", "xpu", "zero_grad"],
+):
+    setattr(RemoteModule, _name, _refusing(_name))
+
+
+def _bound(method: Any, module: RemoteModule) -> Any:
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(module, *args, **kwargs)
+
+    return call
+
+
+def _install_methods(module: Any) -> None:
+    for method in module.generated_methods:
+        setattr(module, method.__name__, types.MethodType(method, module))
+
+
+def _reduce(module: RemoteModule) -> Any:
+    return _rebuild, tuple(module.__dict__[name] for name in _SENT)
+
+
+def _rebuild(*sent: Any) -> RemoteModule:
+    module = RemoteModule.__new__(RemoteModule)
+    module.__dict__.update(zip(_SENT, sent, strict=True))
+    _install_methods(module)
+    return module
+
+
+add_reducer(RemoteModule, _reduce)
+
+# torch's names
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = _SENT
+_RemoteModule = RemoteModule

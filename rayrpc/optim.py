@@ -1,0 +1,123 @@
+"""Optimizers for parameters that live on several workers, as ``torch.distributed.optim``."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rayrpc import api
+from rayrpc._runtime.grad_context import find_context
+from rayrpc.errors import RpcError
+from rayrpc.rref import RRef
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer:
+    """Optimize parameters where they live, with the gradients of a context.
+
+    Steps of several trainers are taken one after another on each worker, in no order that holds
+    across workers.  ``.grad`` of the parameters is left as it is.
+
+    Args:
+        optimizer_class (type): a ``torch.optim.Optimizer``, or a class whose ``step`` takes the
+            list of gradients ("functional").
+        params_rref (list[RRef]): the parameters.
+        args, kwargs: for the constructor of the optimizers, which is called once on each worker.
+
+    Raises:
+        Exception: a constructor raised it; RuntimeError if several did.
+
+    Source: ``torch.distributed.optim.DistributedOptimizer``.
+    """
+
+    def __init__(
+        self, optimizer_class: Any, params_rref: Iterable[RRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        parts: dict[Any, list[RRef[Any]]] = {}
+        for param in params_rref:
+            parts.setdefault(param.owner(), []).append(param)
+        self.is_functional_optim = not issubclass(optimizer_class, torch.optim.Optimizer)
+        made = [
+            api.rpc_async(worker, _make, args=(optimizer_class, params, args, kwargs))
+            for worker, params in parts.items()
+        ]
+        self.remote_optimizers: list[RRef[Any]] = _wait_for_all("be constructed", made)
+
+    def step(self, context_id: int) -> None:
+        """Take a step on every worker, and wait for them.
+
+        Args:
+            context_id (int): of the context with the gradients.
+
+        Raises:
+            RuntimeError: there is no such context, or several workers' steps failed.
+            Exception: one worker's step raised it.
+        """
+        find_context(context_id)
+        steps = [
+            api.rpc_async(optimizer.owner(), _step, args=(optimizer, context_id))
+            for optimizer in self.remote_optimizers
+        ]
+        _wait_for_all("take its step", steps)
+
+
+class _LocalOptimizer:
+    """The optimizer of one worker's parameters."""
+
+    # Optimizers of several trainers may share parameters; torch has one lock for all, too.
+    _lock = threading.Lock()
+
+    def __init__(self, cls: Any, params: list[Any], args: Any, kwargs: Any) -> None:
+        self._params = params
+        self.optim = cls(params, *args, **kwargs)
+        self._takes_gradients = "gradients" in inspect.signature(self.optim.step).parameters
+
+    def step(self, context_id: int) -> None:
+        context = find_context(context_id)
+        with context.lock:
+            gradients = [context.gradients.get(param) for param in self._params]
+        with self._lock:
+            if self._takes_gradients:
+                self.optim.step(gradients)
+            else:
+                self._step(gradients)
+
+    def _step(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        before = [param.grad for param in self._params]
+        try:
+            for param, gradient in zip(self._params, gradients, strict=True):
+                param.grad = gradient
+            self.optim.step()
+        finally:
+            for param, gradient in zip(self._params, before, strict=True):
+                param.grad = gradient
+
+
+def _make(cls: Any, params: list[RRef[Any]], args: Any, kwargs: Any) -> RRef[Any]:
+    return RRef(_LocalOptimizer(cls, [param.local_value() for param in params], args, kwargs))
+
+
+def _step(optimizer: RRef[Any], context_id: int) -> None:
+    optimizer.local_value().step(context_id)
+
+
+def _wait_for_all(what: str, futures: list[Any]) -> list[Any]:
+    results, errors = [], []
+    for future in futures:
+        try:
+            results.append(future.wait())
+        except Exception as exc:
+            errors.append(exc)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        told = "\n".join(f"{type(error).__name__}: {error}" for error in errors)
+        raise RpcError(
+            f"the optimizer could not {what} on {len(errors)} workers:\n{told}"
+        ) from errors[0]
+    return results

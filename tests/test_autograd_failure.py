@@ -1,0 +1,104 @@
+"""Workers that die while distributed autograd needs them: errors at once, and nothing is left.
+
+The promise is 1 s from the death; the tests allow 3 s, for machines that are busy.
+"""
+
+import concurrent.futures
+import os
+import signal
+import threading
+import time
+
+import pytest
+import targets
+import torch
+from conftest import eventually
+
+import rayrpc as rpc
+from rayrpc import autograd, errors
+
+SECONDS = 3.0
+
+
+def contexts_at(name):
+    """Ask outside of all contexts: a call takes the one of its thread along."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        info = pool.submit(rpc.rpc_sync, name, autograd._get_debug_info).result()
+    return int(info["num_autograd_contexts"])
+
+
+def step(x, w):
+    return torch.tanh(x @ w)
+
+
+class Hangs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(60)
+        return gradient
+
+
+def hang_later(x):
+    return Hangs.apply(x)
+
+
+@pytest.fixture
+def leaves():
+    return torch.rand(3, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
+
+
+@pytest.fixture
+def doomed(ray_cluster):
+    """Workers to kill: their pids, by name."""
+    rpc.start_workers(["carol", "dave"])
+    yield {name: rpc.rpc_sync(name, os.getpid) for name in ("carol", "dave")}
+    rpc.shutdown(graceful=False)
+
+
+class TestDeaths:
+    def test_a_worker_that_dies_in_a_pass_is_an_error_at_once(self, doomed, leaves):
+        x, _ = leaves
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("carol", targets.call_on, args=("dave", hang_later, x))
+            killed = []
+
+            def kill():
+                killed.append(time.monotonic())
+                os.kill(doomed["dave"], signal.SIGKILL)
+
+            threading.Timer(1.0, kill).start()
+            with pytest.raises(errors.WorkerDiedError, match="dave"):
+                autograd.backward(context_id, [y.sum()])
+            assert time.monotonic() - killed[0] < SECONDS
+        assert eventually(lambda: contexts_at("carol") == 0)
+
+    def test_contexts_end_with_the_worker_that_opened_them(self, doomed, leaves):
+        x, w = leaves
+        opened = rpc.remote("carol", open_and_wait, args=(x, w))
+        assert eventually(lambda: contexts_at("dave") == 1)
+        os.kill(doomed["carol"], signal.SIGKILL)
+        assert eventually(lambda: contexts_at("dave") == 0)
+        del opened
+
+    def test_contexts_end_with_the_worker_that_they_came_from(self, doomed, leaves):
+        x, w = leaves
+        with autograd.context():
+            rpc.rpc_async("carol", relay_and_wait, args=(x, w))
+            assert eventually(lambda: contexts_at("dave") == 1)
+            os.kill(doomed["carol"], signal.SIGKILL)
+            assert eventually(lambda: contexts_at("dave") == 0)
+
+
+def open_and_wait(x, w):
+    with autograd.context():
+        rpc.rpc_sync("dave", step, args=(x, w))
+        time.sleep(60)
+
+
+def relay_and_wait(x, w):
+    rpc.rpc_sync("dave", step, args=(x, w))
+    time.sleep(60)
