@@ -7,7 +7,7 @@ import pytest
 import targets
 import torch
 from conftest import eventually
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import rayrpc as rpc
@@ -226,6 +226,16 @@ def run_program(program, leaves, is_local):
 
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@example(  # alice must begin before her first gradients from here: bob's come before
+    program=[
+        ("multiply", 77, 93, "here"),
+        ("matmul", 94, 65, "alice"),
+        ("multiply", 99, 71, "alice"),
+        ("matmul", 7, 61, "bob"),
+        ("multiply", 70, 25, "alice by bob"),
+    ],
+    passes=1,
 )
 @given(program=PROGRAMS, passes=st.integers(1, 2))
 def test_any_program_has_the_gradients_that_it_has_in_one_process(workers, program, passes):

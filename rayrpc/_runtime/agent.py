@@ -258,7 +258,7 @@ class Agent:
             if self._members.get(member.id) is None:  # nobody else has its id by now
                 self.rrefs.gone(member.id)
                 for hook in self.hooks:
-                    hook.gone(member.id)
+                    hook.gone(member.id, error)
         with self._changed:
             self._changed.notify_all()
 
@@ -294,6 +294,10 @@ class Agent:
                     return False
                 self._changed.wait(left)
         return True
+
+    def soon(self, task: Callable[[], None]) -> None:
+        """Run a task in a thread of this worker."""
+        self._threads.submit(task)
 
     def wake(self) -> None:
         """Let ``wait_members`` look again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ from rayrpc.errors import RpcError
 
 if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent
+    from rayrpc.errors import WorkerDiedError
 
 __all__ = [
     "ContextFuture",
     "DistAutogradContext",
     "GradContexts",
+    "Sent",
     "call_outside",
+    "call_outside_sync",
     "contexts",
     "find_context",
 ]
@@ -40,6 +44,13 @@ EPOCH_BITS = 40  # of the number for each worker that had this id
 AUTOGRAD = "autograd"
 # Calls that arrive after their context was released must not bring it back; so many are known.
 MOST_OVER = 4096
+# Who was called in a context hears of its end by the next call, or after this time.
+TELL_SECONDS = 0.01
+# A reply tells what it leads to, and these in turn, for so many messages at most.
+MOST_LEADS = 64
+
+#: a message: id of its sender, and its own
+Sent = tuple[int, int]
 
 
 class DistAutogradContext:
@@ -66,6 +77,31 @@ class DistAutogradContext:
         self.passes: dict[int, Any] = {}
         self._early: dict[int, dict[int, Any]] = {}  # gradients for passes that did not begin yet
         self._entries: dict[int, Entry] = {}
+        #: the messages that others' messages lead to, at their senders, as far as is known
+        self.leads: dict[Sent, list[Sent]] = {}
+
+    @staticmethod
+    def leads_of(entry: Entry) -> list[Sent]:
+        """Return the messages that gradients go back along from an entry."""
+        return [(node.sender, node.message_id) for node in entry.exits]
+
+    def all_leads(self, me: int, message_id: int) -> dict[Sent, list[Sent]]:
+        """Return what a message of this worker leads to, and these in turn, as far as is known."""
+        found: dict[Sent, list[Sent]] = {}
+        todo = [(me, message_id)]
+        while todo and len(found) < MOST_LEADS:
+            sent = todo.pop()
+            if sent in found:
+                continue
+            worker, number = sent
+            if worker == me:
+                leads: list[Sent] | None = self.leads_of(self.entry(number))
+            else:
+                leads = self.leads.get(sent)
+            if leads is not None:
+                found[sent] = leads
+                todo += leads
+        return found
 
     def begin(self, pass_id: int, run: Any) -> dict[int, Any]:
         """Note that a pass begins here; return the gradients that came before."""
@@ -176,6 +212,8 @@ class GradContexts(Hook):
         self.lock = threading.Lock()
         self._contexts: dict[int, DistAutogradContext] = {}
         self._over: dict[int, None] = {}  # the latest that were released
+        self._to_tell: dict[int, list[int]] = {}  # contexts that are over, by worker
+        self._tells = False  # a thread will tell
         self.passes = 0  # backward passes under way
 
     def attach(self, agent: Agent) -> None:
@@ -248,12 +286,34 @@ class GradContexts(Hook):
             self._tell(worker, context.id)
 
     def _tell(self, worker: int, context_id: int) -> None:
-        if self._agent.find(worker) is not None:
-            call_outside(worker, _released, (context_id, self._me), self._agent.rpc_timeout)
+        """Have a worker told that a context is over: along with the next call to it, or soon."""
+        with self.lock:
+            self._to_tell.setdefault(worker, []).append(context_id)
+            if self._tells:
+                return
+            self._tells = True
+        self._agent.soon(self._tell_now)
 
-    def gone(self, worker: int) -> None:
-        """Let go of contexts that nobody else will end."""
+    def _tell_now(self) -> None:
+        time.sleep(TELL_SECONDS)
+        with self.lock:
+            self._tells = False
+            to_tell, self._to_tell = self._to_tell, {}
+        for worker, context_ids in to_tell.items():
+            if context_ids and self._agent.find(worker) is not None:
+                call_outside(worker, _released, (context_ids, self._me), self._agent.rpc_timeout)
+
+    def _hear(self, context_ids: list[int], by: int) -> None:
+        for context_id in context_ids:
+            context = self._contexts.get(context_id)
+            if context is not None:
+                self._release(context, {by})
+
+    def gone(self, worker: int, error: WorkerDiedError) -> None:
+        """End passes that need a worker, and let go of contexts that nobody else will end."""
         for context in list(self._contexts.values()):
+            for run in list(context.passes.values()):
+                run.gone(worker, error)
             opener = context.id >> ID_BITS
             context.callers.discard(worker)
             if opener == worker or (opener != self._me and not context.callers):
@@ -283,7 +343,8 @@ class GradContexts(Hook):
         builtin = torch.jit._builtins._find_builtin(call.func) is not None
         recorder = Recorder(self._next_message(), parameters=builtin)
         context.known.add(call.to.id)
-        call.meta[AUTOGRAD] = (context.id, recorder.message_id)
+        over = self._to_tell.pop(call.to.id, ()) if call.to.id in self._to_tell else ()
+        call.meta[AUTOGRAD] = (context.id, recorder.message_id, over)
         call.notes[AUTOGRAD] = context, recorder
         with recording(recorder):
             yield
@@ -297,7 +358,9 @@ class GradContexts(Hook):
         return ContextFuture(call.notes[AUTOGRAD][0])
 
     def receive(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        context_id, message_id = call.meta[AUTOGRAD]
+        context_id, message_id, over = call.meta[AUTOGRAD]
+        if over:
+            self._hear(over, call.src)
         with self.lock:
             context = self._contexts.get(context_id)
             if context is None:
@@ -317,10 +380,16 @@ class GradContexts(Hook):
             yield
         if recorder.tensors:
             context.sends[recorder.message_id] = send(recorder.tensors)
-            call.reply_meta[AUTOGRAD] = recorder.message_id
+            leads: dict[Sent, list[Sent]] = {}
+            with contextlib.suppress(RpcError):  # whoever asks is told
+                leads = context.all_leads(self._me, recorder.message_id)
+            call.reply_meta[AUTOGRAD] = recorder.message_id, leads
 
     def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
-        self._join(call.notes[AUTOGRAD][0], meta, call.to.id)
+        message_id, leads = meta
+        context = call.notes[AUTOGRAD][0]
+        self._join(context, message_id, call.to.id)
+        context.leads.update(leads)
         return value
 
     def _join(self, context: DistAutogradContext, message_id: int, sender: int) -> None:
@@ -361,9 +430,13 @@ def call_outside(worker: int, func: Any, args: Any, timeout: float) -> Any:
         return agent.caller.future(agent.lookup(worker), func, args, {}, timeout)
 
 
-def _released(context_id: int, by: int) -> None:
-    """Run where a context came to, when it was released where it came from."""
-    home = contexts()
-    context = home.get(context_id)
-    if context is not None:
-        home._release(context, {by})
+def call_outside_sync(worker: int, func: Any, args: Any, timeout: float) -> Any:
+    """Call a worker outside of all contexts, and wait for the result."""
+    agent = current.get_agent()
+    with _inside(None):
+        return agent.caller.sync(agent.lookup(worker), func, args, {}, timeout)
+
+
+def _released(context_ids: list[int], by: int) -> None:
+    """Run where contexts came to, when they were released where they came from."""
+    contexts()._hear(context_ids, by)

@@ -2,11 +2,12 @@
 
 Who calls ``backward`` leads the pass:
 
-1. *Explore.*  From the roots it follows the received messages that they lead to, and asks those
-   who sent them what their side leads to in turn.  What nobody finds takes no part: nobody will
-   wait for its gradients.
-2. *Begin.*  Every worker that takes part is told which of its messages do; its answer comes when
-   its part is done, or at once when that fails or the worker dies.
+1. *Explore.*  From the roots it follows the received messages that they lead to, and what those
+   lead to at their senders: replies say so, and who is still in doubt asks.  What is not found
+   takes no part: nobody will wait for its gradients.
+2. *Begin.*  Every worker that takes part is told which of its messages do, with the first gradients
+   if they come from the leader.  Its answer comes when its part is done, maybe with the last
+   gradients, or at once when that fails or the worker dies.
 3. *Propagate.*  Gradients go back along the messages, all that a worker has for another at a time,
    and each worker runs its part (``grad_graph``) as they come in.
 
@@ -16,8 +17,9 @@ of the context for used.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +28,15 @@ from torch.futures import Future
 from rayrpc._runtime import current
 from rayrpc._runtime.grad_context import (
     DistAutogradContext,
+    Sent,
     call_outside,
+    call_outside_sync,
     contexts,
     find_context,
 )
 from rayrpc._runtime.grad_graph import Entry, GradGraph
 from rayrpc._runtime.turns import step_aside
-from rayrpc.errors import RpcError
+from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = ["run_backward"]
 
@@ -51,19 +55,36 @@ class Pass:
         pass_id (int): names it in the context.
         entries (dict[int, Entry]): what takes part here.
         retain (bool): keep the graph for another pass.
+        leader (int): id of the worker that leads the pass.
+        parts (dict): at the leader: the messages of others that take part, by their worker.
     """
 
     def __init__(
-        self, context: DistAutogradContext, pass_id: int, entries: dict[int, Entry], retain: bool
+        self,
+        context: DistAutogradContext,
+        pass_id: int,
+        entries: dict[int, Entry],
+        retain: bool,
+        leader: int,
+        parts: dict[int, set[int]] | None = None,
     ) -> None:
         self._context = context
         self.id = pass_id
+        self._entries = entries
+        self._retain = retain
+        self._leader = leader
+        self._parts = parts or {}
+        self._to_begin = dict(self._parts)  # those that were not told yet
+        self._answer: Gradients | None = None
+        self._thread = threading.get_ident()
+        self._asked_here: list[tuple[int, Any, Any, float]] | None = None
         self._graph = GradGraph(entries, retain)
         self._agent = current.get_agent()
         self._home = contexts()
         self._lock = threading.Lock()
         self._open = 1  # what has to end first: this worker's graph, and answers
         self._is_over = False
+        self._is_unsettled = True
         self._is_running = False
         self._is_fed = False
         #: completes with the pass
@@ -73,6 +94,22 @@ class Pass:
         early = context.begin(pass_id, self)
         if early:
             self.feed(early)
+
+    def lead(self) -> None:
+        """Tell those who take part; who gets gradients from here alone is told along with them."""
+        received = {node.message_id for each in self._entries.values() for node in each.exits}
+        for worker, message_ids in self._parts.items():
+            if not message_ids <= received:
+                self._begin(worker, {})
+
+    def _begin(self, worker: int, gradients: Gradients) -> None:
+        message_ids = sorted(self._to_begin.pop(worker))
+        self._ask(worker, _begin, message_ids, self._retain, self._leader, gradients)
+
+    def gone(self, worker: int, error: WorkerDiedError) -> None:
+        """Note that a worker died."""
+        if worker in self._parts:
+            self.fail(error)
 
     def feed(self, gradients: Gradients) -> None:
         """Take gradients that came in, and run what they make possible."""
@@ -105,28 +142,69 @@ class Pass:
         for message_id, each in out.pop(self._agent.info.id, {}).items():
             self._graph.feed(message_id, each)
             self._is_fed = True
+        if list(out) == [self._leader] and stage.leaves is not None and self._open == 1:
+            self._answer = out.pop(self._leader)  # nothing else holds the answer up
         for worker, gradients in out.items():
-            self.ask(worker, _propagate, gradients, timeout=self._agent.rpc_timeout)
+            if worker in self._to_begin:
+                self._begin(worker, gradients)
+            else:
+                self._ask(worker, _propagate, gradients, timeout=self._agent.rpc_timeout)
         if stage.leaves is not None:
             stage.leaves.settle(self._context.gradients, self._context.lock)
+            self._is_unsettled = False
             self._close_one()
             return False
         return True
 
-    def ask(self, worker: int, func: Any, *args: Any, timeout: float = NO_TIMEOUT) -> None:
+    def _ask(self, worker: int, func: Any, *args: Any, timeout: float = NO_TIMEOUT) -> None:
         """Call another worker; the pass ends after its answer, or with its error."""
         with self._lock:
             self._open += 1
-        args = (self._context.id, self.id, *args)
-        call_outside(worker, func, args, timeout).add_done_callback(self._answered)
+            if self._asked_here is not None and threading.get_ident() == self._thread:
+                self._asked_here.append((worker, func, args, timeout))
+                return
+        self._call(worker, func, args, timeout)
 
-    def _answered(self, answer: Any) -> None:
+    def _call(self, worker: int, func: Any, args: Any, timeout: float) -> None:
+        args = (self._context.id, self.id, *args)
+        call_outside(worker, func, args, timeout).add_done_callback(
+            lambda answer: self._answered(answer.value)
+        )
+
+    def wait(self, roots: Gradients) -> None:
+        """Run the pass from its roots, and wait for its end; at the leader.
+
+        While there is one call to make, this thread makes it and waits for the answer itself: no
+        other has to wake up.
+        """
+        self._asked_here = []
+        self.lead()
+        self.feed(roots)
+        while True:
+            with self._lock:
+                asked = self._asked_here
+                if len(asked) != 1 or self._open != 1 + self._is_unsettled or self._is_over:
+                    self._asked_here = None
+                    break
+                self._asked_here = []
+            worker, func, args, timeout = asked[0]
+            args = (self._context.id, self.id, *args)
+            call = functools.partial(call_outside_sync, worker, func, args, timeout)
+            self._answered(call)
+        for each in asked:
+            self._call(*each)
+        step_aside()
+        self.future.wait()
+
+    def _answered(self, answer: Callable[[], Gradients | None]) -> None:
         try:
-            answer.value()
+            gradients = answer()
         except BaseException as exc:
             self.fail(exc)
-        else:
-            self._close_one()
+            return
+        if gradients:
+            self.feed(gradients)
+        self._close_one()
 
     def _close_one(self) -> None:
         with self._lock:
@@ -135,7 +213,7 @@ class Pass:
                 return
             self._is_over = True
         self._end()
-        self.future.set_result(None)
+        self.future.set_result(self._answer)
 
     def fail(self, error: BaseException) -> None:
         """End the pass with an error, unless it is over."""
@@ -170,13 +248,9 @@ def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -
     root = Entry(edges, context.is_exit)
     parts = _explore_all(context, root)
     entries = {message_id: context.entry(message_id) for message_id in parts.pop(me, ())}
-    run = Pass(context, contexts().new_id(), {ROOTS: root, **entries}, retain)
-    for worker, message_ids in parts.items():
-        run.ask(worker, _begin, sorted(message_ids), retain)
-    run.feed({ROOTS: [torch.ones_like(each) for each in roots]})
-    step_aside()
+    run = Pass(context, contexts().new_id(), {ROOTS: root, **entries}, retain, me, parts)
     try:
-        run.future.wait()
+        run.wait({ROOTS: [torch.ones_like(each) for each in roots]})
     except BaseException:
         for worker in parts:
             if agent.find(worker) is not None:
@@ -201,7 +275,7 @@ def _explore_all(context: DistAutogradContext, root: Entry) -> dict[int, set[int
     """Return the messages that take part in a pass, by the worker that sent them."""
     agent = current.get_agent()
     parts: dict[int, set[int]] = {}
-    found = _exits(root)
+    found = context.leads_of(root)
     while found:
         asked = []
         new: dict[int, list[int]] = {}
@@ -211,18 +285,22 @@ def _explore_all(context: DistAutogradContext, root: Entry) -> dict[int, set[int
                 known.add(message_id)
                 new.setdefault(worker, []).append(message_id)
         here = new.pop(agent.info.id, [])
+        told: list[Sent] = []
         for worker, message_ids in new.items():
-            args = (context.id, message_ids)
-            asked.append(call_outside(worker, _explore, args, agent.rpc_timeout))
-        found = _explore(context.id, here) if here else []
+            unknown = []
+            for message_id in message_ids:
+                if (leads := context.leads.get((worker, message_id))) is None:
+                    unknown.append(message_id)
+                else:
+                    told += leads
+            if unknown:
+                args = (context.id, unknown)
+                asked.append(call_outside(worker, _explore, args, agent.rpc_timeout))
+        found = told + (_explore(context.id, here) if here else [])
         step_aside()
         for answer in asked:
             found += answer.wait()
     return parts
-
-
-def _exits(entry: Entry) -> list[tuple[int, int]]:
-    return [(node.sender, node.message_id) for node in entry.exits]
 
 
 # -- what workers ask of one another ----------------------------------------------------------
@@ -231,14 +309,23 @@ def _exits(entry: Entry) -> list[tuple[int, int]]:
 def _explore(context_id: int, message_ids: list[int]) -> list[tuple[int, int]]:
     """Return the messages, with who sent them, that messages of this worker's depend on."""
     context = find_context(context_id)
-    found = {pair for number in message_ids for pair in _exits(context.entry(number))}
-    return list(found)
+    return [each for number in message_ids for each in context.leads_of(context.entry(number))]
 
 
-def _begin(context_id: int, pass_id: int, message_ids: list[int], retain: bool) -> Any:
+def _begin(
+    context_id: int,
+    pass_id: int,
+    message_ids: list[int],
+    retain: bool,
+    leader: int,
+    gradients: Gradients,
+) -> Any:
     context = find_context(context_id)
     entries = {message_id: context.entry(message_id) for message_id in message_ids}
-    return Pass(context, pass_id, entries, retain).future
+    run = Pass(context, pass_id, entries, retain, leader)
+    if gradients:
+        run.feed(gradients)
+    return run.future
 
 
 _begin._wrapped_async_rpc_function = _begin  # type: ignore[attr-defined]

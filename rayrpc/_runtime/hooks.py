@@ -18,6 +18,7 @@ from rayrpc._runtime.ids import WorkerInfo
 
 if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent
+    from rayrpc.errors import WorkerDiedError
 
 __all__ = ["Hook", "IncomingCall", "OutgoingCall"]
 
@@ -77,7 +78,7 @@ class Hook:
     def attach(self, agent: Agent) -> None:
         """Belong to an agent from now on."""
 
-    def gone(self, worker: int) -> None:
+    def gone(self, worker: int, error: WorkerDiedError) -> None:
         """Note that the worker with this id left or died."""
 
     def close(self) -> None:
