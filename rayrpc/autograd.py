@@ -16,12 +16,8 @@ from types import TracebackType
 import torch
 
 from rayrpc._runtime import current
-from rayrpc._runtime.grad_context import (
-    ID_BITS,
-    DistAutogradContext,
-    contexts,
-    find_context,
-)
+from rayrpc._runtime.grad_context import DistAutogradContext
+from rayrpc._runtime.grad_hook import ID_BITS, contexts, find_context
 from rayrpc._runtime.grad_passes import run_backward
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]

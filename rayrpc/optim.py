@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayrpc import api
-from rayrpc._runtime.grad_context import find_context
+from rayrpc._runtime.grad_hook import find_context
 from rayrpc.errors import RpcError
 from rayrpc.rref import RRef
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.grad_context import GradContexts
+from rayrpc._runtime.grad_hook import GradContexts
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.profiling import ProfilerHook

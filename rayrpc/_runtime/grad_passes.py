@@ -26,15 +26,9 @@ import torch
 from torch.futures import Future
 
 from rayrpc._runtime import current
-from rayrpc._runtime.grad_context import (
-    DistAutogradContext,
-    Sent,
-    call_outside,
-    call_outside_sync,
-    contexts,
-    find_context,
-)
+from rayrpc._runtime.grad_context import DistAutogradContext, Sent
 from rayrpc._runtime.grad_graph import Entry, GradGraph
+from rayrpc._runtime.grad_hook import call_outside, call_outside_sync, contexts, find_context
 from rayrpc._runtime.turns import step_aside
 from rayrpc.errors import RpcError, WorkerDiedError
 

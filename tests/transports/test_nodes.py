@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from conftest import ROOT
 
 # Everything Ray starts here ends with the script; its folder's path must be short.
@@ -135,4 +136,90 @@ def test_workers_on_different_nodes_call_each_other(start, script):
         "done",
     ):
         run.wait_for(stage)
+    assert run.end() == 0, run.output
+
+
+EIGHT = """
+import os, shutil, statistics, tempfile, time
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
+from ray.cluster_utils import Cluster
+import rayrpc as rpc
+import targets
+
+NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
+
+
+def ends():
+    '''Return the addresses that my lanes go to, by peer.'''
+    peers = rpc._get_current_rpc_agent()._transport._peers.values()
+    return {p.lane.peer.name: p.lane._stream._connection.getpeername()[0] for p in peers}
+
+
+def call_all():
+    me = rpc.get_worker_info().name
+    others = [name for name in NODES if name != me]
+    futures = [rpc.rpc_async(name, targets.add, args=(name, me)) for name in others]
+    assert [future.wait() for future in futures] == [name + me for name in others]
+
+
+def p50(name):
+    times = []
+    for _ in range(300):
+        start = time.perf_counter()
+        rpc.rpc_sync(name, targets.whoami)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6
+
+
+def main(cluster):
+    rpc.configure(
+        address=cluster.address, transport="direct", init_timeout=200.0, placement_timeout=200.0
+    )
+    first = None
+    for name, host in NODES.items():
+        cluster.add_node(
+            num_cpus=1, resources={name: 1}, node_ip_address=host, object_store_memory=80 << 20
+        )
+        rpc.start_workers([name], resources={"resources": {name: 1}})
+        first = first or p50("w2")
+    calls = [rpc.rpc_async(name, call_all, timeout=200) for name in NODES]
+    for call in calls:
+        call.wait()
+    for name in NODES:
+        found = {peer: end for peer, end in rpc.rpc_sync(name, ends).items() if peer in NODES}
+        assert found == {peer: host for peer, host in NODES.items() if peer != name}, (name, found)
+    print(f"p50 of a call on the first of 1: {first:.0f} us, of 8: {p50('w2'):.0f} us", flush=True)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    cluster = Cluster(True, head_node_args={
+        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20,
+    })
+    try:
+        main(cluster)
+        print("done", flush=True)
+    finally:
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    os.environ.get("RAYRPC_TEST_SCALE") != "1", reason="takes minutes; set RAYRPC_TEST_SCALE=1"
+)
+def test_eight_nodes_call_one_another(start, script):
+    run = start(
+        script(EIGHT),
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        RAY_ADDRESS=None,
+        RAY_TMPDIR=None,
+    )
+    print(run.wait_for("p50 of a call", timeout=600))
+    run.wait_for("done")
     assert run.end() == 0, run.output
