@@ -211,7 +211,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-    os.environ.get("RAYRPC_TEST_SCALE") != "1", reason="takes minutes; set RAYRPC_TEST_SCALE=1"
+    os.environ.get("TEST_SCALE") != "1", reason="takes minutes; set TEST_SCALE=1"
 )
 def test_eight_nodes_call_one_another(start, script):
     run = start(

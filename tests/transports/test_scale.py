@@ -9,14 +9,14 @@ import targets
 import rayrpc as rpc
 from rayrpc import config
 
-SCALE = os.environ.get("RAYRPC_TEST_SCALE") == "1"
+SCALE = os.environ.get("TEST_SCALE") == "1"
 SIZES = [
     12,
     pytest.param(
         32,
         marks=[
             pytest.mark.timeout(900),
-            pytest.mark.skipif(not SCALE, reason="takes minutes; set RAYRPC_TEST_SCALE=1"),
+            pytest.mark.skipif(not SCALE, reason="takes minutes; set TEST_SCALE=1"),
         ],
     ),
 ]
