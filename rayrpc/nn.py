@@ -22,18 +22,18 @@ _SENT = ("on", "device", "is_device_map_set", "is_scriptable", "generated_method
 
 def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module's ``forward`` where it lives; return a Future of the result."""
-    where = (self.module_rref, self.device, self.is_device_map_set)
-    return api.rpc_async(
-        self.module_rref.owner(), _remote_forward, args=(*where, *args), kwargs=kwargs
-    )
+    return _call_forward(api.rpc_async, self, args, kwargs)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module's ``forward`` where it lives, and return the result."""
-    where = (self.module_rref, self.device, self.is_device_map_set)
-    return api.rpc_sync(
-        self.module_rref.owner(), _remote_forward, args=(*where, *args), kwargs=kwargs
-    )
+    return _call_forward(api.rpc_sync, self, args, kwargs)
+
+
+def _call_forward(rpc_api: Any, module: Any, args: Any, kwargs: Any) -> Any:
+    where = (module.module_rref, module.device, module.is_device_map_set)
+    owner = module.module_rref.owner()
+    return rpc_api(owner, _remote_forward, args=(*where, *args), kwargs=kwargs)
 
 
 def _remote_forward(
@@ -75,12 +75,6 @@ def _parameters(rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]
 
 def _set_mode(rref: RRef[nn.Module], mode: bool) -> None:
     rref.local_value().train(mode)
-
-
-def _refuse(name: str) -> NoReturn:
-    hint = " Please use ``remote_parameters`` instead." if name == "parameters" else ""
-    end = "." if hint else ""
-    raise ValueError(f"Method ``{name}`` not supported for RemoteModule{end}{hint}")
 
 
 class RemoteModule(nn.Module):
@@ -204,8 +198,10 @@ class RemoteModule(nn.Module):
 
 
 def _refusing(name: str) -> Any:
+    hint = ". Please use ``remote_parameters`` instead." if name == "parameters" else ""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(name)
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
     method.__name__ = name
     method.__doc__ = "Refuse: the module is on another worker."

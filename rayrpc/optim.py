@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from rayrpc import api
-from rayrpc._runtime.grad_hook import find_context
+from rayrpc._runtime.grad_hook import contexts, find_context, start_outside
 from rayrpc.errors import RpcError
 from rayrpc.rref import RRef
 
@@ -43,7 +44,7 @@ class DistributedOptimizer:
             parts.setdefault(param.owner(), []).append(param)
         self.is_functional_optim = not issubclass(optimizer_class, torch.optim.Optimizer)
         made = [
-            api.rpc_async(worker, _make, args=(optimizer_class, params, args, kwargs))
+            api.rpc_async(worker, _make, args=(optimizer_class, params, args, kwargs)).wait
             for worker, params in parts.items()
         ]
         self.remote_optimizers: list[RRef[Any]] = _wait_for_all("be constructed", made)
@@ -59,11 +60,18 @@ class DistributedOptimizer:
             Exception: one worker's step raised it.
         """
         find_context(context_id)
-        steps = [
-            api.rpc_async(optimizer.owner(), _step, args=(optimizer, context_id))
-            for optimizer in self.remote_optimizers
+        timeout = api.get_rpc_timeout()
+        here = [
+            functools.partial(_step, each, context_id)
+            for each in self.remote_optimizers
+            if each.is_owner()
         ]
-        _wait_for_all("take its step", steps)
+        there = [
+            start_outside(each.owner().id, _step, (each, context_id), timeout)
+            for each in self.remote_optimizers
+            if not each.is_owner()
+        ]
+        _wait_for_all("take its step", [*here, *there])
 
 
 class _LocalOptimizer:
@@ -78,9 +86,13 @@ class _LocalOptimizer:
         self._takes_gradients = "gradients" in inspect.signature(self.optim.step).parameters
 
     def step(self, context_id: int) -> None:
-        context = find_context(context_id)
-        with context.lock:
-            gradients = [context.gradients.get(param) for param in self._params]
+        context = contexts().get(context_id)
+        if context is None:  # this worker was not called in it
+            found: dict[torch.Tensor, torch.Tensor] = {}
+        else:
+            with context.lock:
+                found = dict(context.gradients)
+        gradients = [found.get(param) for param in self._params]
         with self._lock:
             if self._takes_gradients:
                 self.optim.step(gradients)
@@ -106,11 +118,11 @@ def _step(optimizer: RRef[Any], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
-def _wait_for_all(what: str, futures: list[Any]) -> list[Any]:
+def _wait_for_all(what: str, waits: Iterable[Callable[[], Any]]) -> list[Any]:
     results, errors = [], []
-    for future in futures:
+    for wait in waits:
         try:
-            results.append(future.wait())
+            results.append(wait())
         except Exception as exc:
             errors.append(exc)
     if len(errors) == 1:

@@ -10,13 +10,12 @@ import torch
 from torch.futures import Future
 
 from rayrpc._runtime import current
-from rayrpc._runtime.caller import complete
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import add_reducer, reduce_rref
 from rayrpc._runtime.grad_passes import run_backward
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.messages import Fork
-from rayrpc._runtime.outcome import Error, Value, fresh
+from rayrpc._runtime.outcome import Error, Value, complete, fresh
 from rayrpc._runtime.turns import called_by_name
 from rayrpc.errors import CallTimeoutError, RpcError
 from rayrpc.functions import async_execution

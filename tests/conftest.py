@@ -1,7 +1,9 @@
 """One Ray cluster for the session, and workers on it."""
 
+import atexit
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
+atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 os.environ.pop("RAY_ADDRESS", None)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +48,15 @@ def workers(ray_cluster: str) -> Iterator[list[str]]:
     rpc.start_workers(names)
     yield names
     rpc.shutdown()
+
+
+@pytest.fixture
+def leaves():
+    """Two small matrices that require grad."""
+    import torch
+
+    torch.manual_seed(1)
+    return torch.rand(3, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
 
 
 class Run:

@@ -30,18 +30,8 @@ def nothing_left(request):
         assert info["num_current_backward_passes"] == "0"
 
 
-@pytest.fixture
-def leaves():
-    torch.manual_seed(1)
-    return torch.rand(3, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
-
-
-def step(x, w):
-    return torch.tanh(x @ w)
-
-
 def relay(x, w, to):
-    return rpc.rpc_sync(to, step, args=(x, w)) + x
+    return rpc.rpc_sync(to, targets.step, args=(x, w)) + x
 
 
 def check(gradients, loss, *leaves):
@@ -59,12 +49,14 @@ class TestGradients:
     def test_flow_through_calls_of_every_kind(self, workers, leaves):
         x, w = leaves
         with autograd.context() as context_id:
-            one = rpc.rpc_sync("alice", step, args=(x, w))
+            one = rpc.rpc_sync("alice", targets.step, args=(x, w))
             two = rpc.rpc_async("bob", relay, args=(one, w, "alice")).wait()
             three = rpc.remote("alice", torch.mul, args=(two, x)).to_here()
             autograd.backward(context_id, [three.sum()])
-            one = step(x, w)
-            check(autograd.get_gradients(context_id), ((step(one, w) + one) * x).sum(), x, w)
+            one = targets.step(x, w)
+            check(
+                autograd.get_gradients(context_id), ((targets.step(one, w) + one) * x).sum(), x, w
+            )
 
     def test_of_arguments_in_containers_and_keywords(self, workers, leaves):
         x, w = leaves
@@ -87,10 +79,10 @@ class TestGradients:
     def test_of_several_roots_and_passes_add_up(self, workers, leaves):
         x, w = leaves
         with autograd.context() as context_id:
-            y = rpc.rpc_sync("alice", step, args=(x, w))
+            y = rpc.rpc_sync("alice", targets.step, args=(x, w))
             autograd.backward(context_id, [y.sum(), (y * y).sum()], retain_graph=True)
             autograd.backward(context_id, [y.sum()])
-            local = step(x, w)
+            local = targets.step(x, w)
             check(
                 autograd.get_gradients(context_id),
                 2 * local.sum() + (local * local).sum(),
@@ -102,10 +94,10 @@ class TestGradients:
         """Torch's own pass would wait for ever here."""
         x, w = leaves
         with autograd.context() as context_id:
-            rpc.rpc_sync("alice", step, args=(x, w))
-            kept = [rpc.rpc_sync(name, step, args=(x, w)) for name in ("alice", "bob")]
+            rpc.rpc_sync("alice", targets.step, args=(x, w))
+            kept = [rpc.rpc_sync(name, targets.step, args=(x, w)) for name in ("alice", "bob")]
             autograd.backward(context_id, [kept[0].sum()])
-            check(autograd.get_gradients(context_id), step(x, w).sum(), x, w)
+            check(autograd.get_gradients(context_id), targets.step(x, w).sum(), x, w)
 
     def test_a_worker_is_passed_as_often_as_the_graph_does(self, workers, leaves):
         x, w = leaves
@@ -113,22 +105,22 @@ class TestGradients:
         with autograd.context() as context_id:
             y = x
             for number in range(rounds):
-                y = rpc.rpc_sync(("alice", "bob")[number % 2], step, args=(y, w)) + x
+                y = rpc.rpc_sync(("alice", "bob")[number % 2], targets.step, args=(y, w)) + x
             autograd.backward(context_id, [y.sum()])
             local = x
             for _ in range(rounds):
-                local = step(local, w) + x
+                local = targets.step(local, w) + x
             check(autograd.get_gradients(context_id), local.sum(), x, w)
 
     def test_hooks_of_tensors_see_them(self, workers, leaves):
         x, w = leaves
         x.register_hook(lambda gradient: gradient * 2)
         with autograd.context() as context_id:
-            y = rpc.rpc_sync("alice", step, args=(x * 1, w))
+            y = rpc.rpc_sync("alice", targets.step, args=(x * 1, w))
             seen = []
             y.register_hook(seen.append)
             autograd.backward(context_id, [(y + x).sum()])
-            check(autograd.get_gradients(context_id), (step(x * 1, w) + x).sum(), x, w)
+            check(autograd.get_gradients(context_id), (targets.step(x * 1, w) + x).sum(), x, w)
         torch.testing.assert_close(seen[0], torch.ones(3, 3))
 
     def test_parameters_are_joined_as_torch_does_it(self, workers):
@@ -148,7 +140,7 @@ class TestGradients:
         with autograd.context() as context_id:
             loss = rpc.remote("alice", loss_of, args=(x, w))
             loss.backward(context_id)
-            check(autograd.get_gradients(context_id), step(x, w).sum(), x, w)
+            check(autograd.get_gradients(context_id), targets.step(x, w).sum(), x, w)
 
 
 def add_up(items, more):
@@ -174,7 +166,7 @@ def describe(tensor):
 
 
 def loss_of(x, w):
-    return step(x, w).sum()
+    return targets.step(x, w).sum()
 
 
 # -- random programs ----------------------------------------------------------------------------
@@ -291,7 +283,7 @@ class TestContexts:
         def train(factor):
             with autograd.context() as context_id:
                 for _ in range(5):
-                    y = rpc.rpc_sync("alice", step, args=(x * factor, w))
+                    y = rpc.rpc_sync("alice", targets.step, args=(x * factor, w))
                     autograd.backward(context_id, [y.sum()])
                 results.append((factor, autograd.get_gradients(context_id)))
 
@@ -302,14 +294,14 @@ class TestContexts:
             thread.join()
         assert len(results) == 3
         for factor, gradients in results:
-            check(gradients, 5 * step(x * factor, w).sum(), x, w)
+            check(gradients, 5 * targets.step(x * factor, w).sum(), x, w)
 
     def test_a_tensor_of_another_context_is_refused(self, workers, leaves):
         x, w = leaves
         with autograd.context():
-            old = rpc.rpc_sync("alice", step, args=(x, w))
+            old = rpc.rpc_sync("alice", targets.step, args=(x, w))
         with autograd.context() as context_id:
-            y = rpc.rpc_sync("alice", step, args=(old, w))
+            y = rpc.rpc_sync("alice", targets.step, args=(old, w))
             with pytest.raises(RuntimeError, match="Autograd context no longer valid"):
                 autograd.backward(context_id, [y.sum()])
 
@@ -361,7 +353,7 @@ class TestErrors:
         bob = rpc.get_worker_info("bob").id
         with autograd.context() as context_id:
             y = rpc.rpc_sync("alice", targets.call_on, args=("bob", fail_later, x))
-            y = rpc.rpc_sync("alice", step, args=(y, w))
+            y = rpc.rpc_sync("alice", targets.step, args=(y, w))
             for _ in range(3):
                 with pytest.raises(RuntimeError, match=f"Error on Node {bob}: as expected"):
                     autograd.backward(context_id, [y.sum()], retain_graph=True)

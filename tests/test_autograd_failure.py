@@ -27,10 +27,6 @@ def contexts_at(name):
     return int(info["num_autograd_contexts"])
 
 
-def step(x, w):
-    return torch.tanh(x @ w)
-
-
 class Hangs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -44,11 +40,6 @@ class Hangs(torch.autograd.Function):
 
 def hang_later(x):
     return Hangs.apply(x)
-
-
-@pytest.fixture
-def leaves():
-    return torch.rand(3, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
 
 
 @pytest.fixture
@@ -95,10 +86,10 @@ class TestDeaths:
 
 def open_and_wait(x, w):
     with autograd.context():
-        rpc.rpc_sync("dave", step, args=(x, w))
+        rpc.rpc_sync("dave", targets.step, args=(x, w))
         time.sleep(60)
 
 
 def relay_and_wait(x, w):
-    rpc.rpc_sync("dave", step, args=(x, w))
+    rpc.rpc_sync("dave", targets.step, args=(x, w))
     time.sleep(60)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 import threading
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.futures import Future
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
 from rayrpc._runtime.devices import DeviceRoutes, refuse
-from rayrpc._runtime.hooks import Hook, IncomingCall
+from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._runtime.outcome import Error, Outcome, Value
@@ -131,7 +131,7 @@ class Callee:
             if frame.meta:
                 call = IncomingCall(frame.src, func, args, kwargs, frame.meta)
                 del args, kwargs
-                with self._receiving(call):
+                with self._hooked(call, "receive"):
                     value = _invoke(func, call.args, call.kwargs, frame.is_async)
                 call.args, call.kwargs = (), {}  # what they hold may be needed no longer
             else:
@@ -152,25 +152,13 @@ class Callee:
                 f"{type(value).__name__}"
             )
             return self._end(frame, cell, Error(error), call)
+        if value.done():
+            return self._end(frame, cell, _outcome(value), call)
         deferred = Deferred()
-        then = functools.partial(self._async_done, frame, cell, call, deferred)
-        value.add_done_callback(then)
+        value.add_done_callback(
+            lambda done: deferred.set(self._end(frame, cell, _outcome(done), call))
+        )
         return deferred
-
-    def _async_done(
-        self,
-        frame: Frame,
-        cell: Cell | None,
-        call: IncomingCall | None,
-        deferred: Deferred,
-        future: Any,
-    ) -> None:
-        outcome: Outcome[Any]
-        try:
-            outcome = Value(future.value())
-        except BaseException as exc:
-            outcome = Error(exc)
-        deferred.set(self._end(frame, cell, outcome, call))
 
     def _end(
         self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
@@ -204,19 +192,12 @@ class Callee:
                 "the arguments to confirm it"
             )
 
-    def _receiving(self, call: IncomingCall) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for hook in self._hooks:
-            if hook.name in call.meta:
-                stack.enter_context(hook.receive(call))
-        return stack
+    def _hooked(self, call: IncomingCall, step: str) -> AbstractContextManager[Any]:
+        """Return the context of a step, ``receive`` or ``reply``, of the hooks that take part."""
+        return all_of([getattr(hook, step)(call) for hook in self._taking_part(call)])
 
-    def _replying(self, call: IncomingCall) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        for hook in self._hooks:
-            if hook.name in call.meta:
-                stack.enter_context(hook.reply(call))
-        return stack
+    def _taking_part(self, call: IncomingCall) -> list[Hook]:
+        return [hook for hook in self._hooks if hook.name in call.meta]
 
     # -- RRefs --------------------------------------------------------------------------------
 
@@ -232,8 +213,8 @@ class Callee:
             return self._error(frame, error)
         call = IncomingCall(frame.src, None, (), {}, frame.meta) if frame.meta else None
         if call is not None:
-            with self._receiving(call):
-                pass
+            with self._hooked(call, "receive"):
+                pass  # it has no function to run
         if cell.outcome is not None:
             return self._fetched(frame, cell.outcome, call)
         deferred = Deferred()
@@ -255,8 +236,10 @@ class Callee:
             if call is None:
                 payload = self._codec.encode(value, frame.src, shares_main, devices)
             else:
-                with self._replying(call):
+                with self._hooked(call, "reply"):
                     payload = self._codec.encode(value, frame.src, shares_main, devices)
+                for hook in self._taking_part(call):
+                    hook.replied(call)
                 meta = call.reply_meta or None
         except NoDeviceError as exc:
             return self._error(frame, refuse(exc.device, "Response", self._name_of(frame.src)))
@@ -294,6 +277,13 @@ class Callee:
 _AnyFuture: Any = Future.__mro__[1]
 
 _NONE = Payload(pickle.dumps(None, 5), [])
+
+
+def _outcome(future: Any) -> Outcome[Any]:
+    try:
+        return Value(future.value())
+    except BaseException as exc:
+        return Error(exc)
 
 
 def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:

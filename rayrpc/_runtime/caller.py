@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from torch.futures import Future
 
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
 from rayrpc._runtime.devices import DeviceRoutes, refuse
-from rayrpc._runtime.hooks import Hook, OutgoingCall
+from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.membership import Member
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._runtime.outcome import Error, Outcome, Value, fresh
+from rayrpc._runtime.outcome import Error, Outcome, Value, complete
 from rayrpc._runtime.remote_errors import rebuild
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.tensors import NoDeviceError
@@ -32,7 +32,7 @@ from rayrpc._runtime.turns import has_turn, step_aside
 from rayrpc._transports.base import Pending
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
-__all__ = ["Caller", "Way", "complete"]
+__all__ = ["Caller", "Way"]
 
 # How often a blocking call looks whether its own worker was shut down meanwhile.
 LOOK_SECONDS = 0.5
@@ -130,18 +130,25 @@ class Caller:
 
     def sync(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         """Run a function on a worker and return its value; ``timeout`` 0 is none."""
+        return self.start(to, func, args, kwargs, timeout)()
+
+    def start(
+        self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float
+    ) -> Callable[[], Any]:
+        """Run a function on a worker; return what waits for its value, to be called once."""
         hooks = self._wanted()
         if not hooks:
             is_async, payload = self._encode(to, func, args, kwargs)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
-            return self._wait(to, frame, timeout, payload.lent)
+            return self._post(to, frame, timeout, payload.lent)
         if any(hook.needs_future for hook in hooks):
-            return self.future(to, func, args, kwargs, timeout, mode="sync").wait()
+            waits: Callable[[], Any] = self.future(to, func, args, kwargs, timeout, "sync").wait
+            return waits
         call = self._outgoing("sync", to, func, args, kwargs)
         with self._sending(call, hooks):
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
             frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
-        return self._wait(to, frame, timeout, payload.lent, call)
+        return self._post(to, frame, timeout, payload.lent, call)
 
     def future(
         self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
@@ -156,30 +163,30 @@ class Caller:
             self._start(to, frame, timeout, payload.lent, done)
             return future
         call = self._outgoing(mode, to, func, args, kwargs)
-        with self._sending(call, hooks) as entered:
+        with self._sending(call, hooks):
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
             frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
             special = [made for hook in hooks if (made := hook.future(call)) is not None]
             future = special[0] if special else Future()
             done = functools.partial(complete, future)
             self._start(to, frame, timeout, payload.lent, done, call)
-            for hook, value in entered:
-                future = hook.sent(call, future, value)
+            for hook in hooks:
+                future = hook.sent(call, future)
         return future
 
     def remote(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, func, args, kwargs)
         hooks = self._wanted()
-        with self._sending(call, hooks) as entered:
+        with self._sending(call, hooks):
             # encode first: an argument that cannot be sent must not leave an RRef behind
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
             frame = self._frame(Kind.REMOTE, to, payload, self._encoded(call, hooks), is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
             creation = rref._creation = Cell()
-            for hook, value in entered:
-                rref._future = hook.sent(call, rref._get_future(), value)
+            for hook in hooks:
+                rref._future = hook.sent(call, rref._get_future())
             # whether the answer is in time or late: the owner has the RRef from then on
             arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
             self._start(to, frame, timeout, payload.lent, creation.set, call, arrived)
@@ -195,7 +202,7 @@ class Caller:
                 meta = self._encoded(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
         frame.rref_id = rref_id
-        return self._wait(to, frame, timeout, call=call)
+        return self._post(to, frame, timeout, call=call)()
 
     def control(self, to: Member) -> None:
         """Send the messages of the RRef protocol that wait for a worker."""
@@ -227,10 +234,8 @@ class Caller:
     def _wanted(self) -> list[Hook]:
         return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
 
-    @contextlib.contextmanager
-    def _sending(self, call: OutgoingCall, hooks: list[Hook]) -> Iterator[list[tuple[Hook, Any]]]:
-        with contextlib.ExitStack() as stack:
-            yield [(hook, stack.enter_context(hook.send(call))) for hook in hooks]
+    def _sending(self, call: OutgoingCall, hooks: list[Hook]) -> AbstractContextManager[Any]:
+        return all_of([hook.send(call) for hook in hooks])
 
     def _encoded(self, call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
         for hook in hooks:
@@ -286,21 +291,36 @@ class Caller:
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _wait(
+    def _post(
         self,
         to: Member,
         frame: Frame,
         timeout: float,
         lent: tuple[Any, ...] = (),
         call: OutgoingCall | None = None,
-    ) -> Any:
+    ) -> Callable[[], Any]:
+        """Send a call; return what waits for its value."""
         step_aside()
-        number = frame.call_id
-        self._waits[number] = None
+        self._waits[frame.call_id] = None
         with self._lock:
             self.sent += 1
         try:
             pending = self._way(to, frame)
+        except BaseException:
+            del self._waits[frame.call_id]
+            raise
+        return functools.partial(self._wait, to, frame.call_id, pending, timeout, lent, call)
+
+    def _wait(
+        self,
+        to: Member,
+        number: int,
+        pending: Pending,
+        timeout: float,
+        lent: tuple[Any, ...],
+        call: OutgoingCall | None,
+    ) -> Any:
+        try:
             try:
                 reply = self._await(pending, timeout)
             except TimeoutError:
@@ -426,20 +446,3 @@ def _concerns_users(outcome: Outcome[Frame]) -> bool:
         return False
     reply = outcome.value
     return reply.kind is not Kind.VALUE or bool(reply.control)
-
-
-def complete(future: Any, outcome: Outcome[Any]) -> None:
-    """Give a torch Future its value or error."""
-    if isinstance(outcome, Value):
-        future.set_result(outcome.value)
-        return
-    error = outcome.error
-    if not isinstance(error, Exception):
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    # as Future.set_exception does, but with a new exception for each who reads it
-    future._set_unwrap_func(_raise_fresh)
-    future.set_result(error.with_traceback(None))
-
-
-def _raise_fresh(error: BaseException) -> NoReturn:
-    raise fresh(error)

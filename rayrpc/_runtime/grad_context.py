@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rayrpc._runtime.grad_graph import Entry
-from rayrpc._runtime.grad_joints import is_receive
+from rayrpc._runtime.grad_joints import Recorder, SendFunction, is_receive
 from rayrpc.errors import RpcError
 
 __all__ = ["DistAutogradContext", "Sent"]
@@ -33,7 +33,7 @@ class DistAutogradContext:
         self.id = context_id
         self.lock = threading.Lock()
         #: of messages that were sent and received, by the message's id
-        self.sends: dict[int, Any] = {}
+        self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Any] = {}
         #: gradients so far, by leaf
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -46,6 +46,12 @@ class DistAutogradContext:
         self._entries: dict[int, Entry] = {}
         #: the messages that others' messages lead to, at their senders, as far as is known
         self.leads: dict[Sent, list[Sent]] = {}
+
+    def note_sent(self, recorder: Recorder, to: int) -> bool:
+        """Note that a message is encoded; tell whether it takes tensors along that are joined."""
+        if recorder.edges:
+            self.sends[recorder.message_id] = SendFunction(recorder.edges, to)
+        return bool(recorder.edges)
 
     @staticmethod
     def leads_of(entry: Entry) -> list[Sent]:

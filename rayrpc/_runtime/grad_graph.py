@@ -23,44 +23,42 @@ from torch.autograd.graph import GradientEdge
 
 from rayrpc._runtime.grad_leaves import Leaves, added, is_watched, without_hooks
 
-__all__ = ["Edge", "Entry", "GradGraph", "Stage"]
-
-#: a node of torch's graph, and the number of its output that a gradient is for
-Edge = tuple[Any, int]
+__all__ = ["Entry", "GradGraph", "Stage"]
 
 _one = torch.ones((), requires_grad=True)
 _grad_fn: Any = _one.view(1).grad_fn
 _LEAF: Any = type(_grad_fn.next_functions[0][0])
+_run_backward: Any = torch.autograd.graph._engine_run_backward
 
 
 class Entry:
     """Where gradients come in, and what that leads to.
 
     Args:
-        edges (Iterable[Edge]): one for each tensor; a node of None: it needs none.
+        edges (Iterable): one for each tensor, as in ``next_functions``; a node of None: it
+            needs none.
         is_exit (Callable): tells whether a node is where a message was received.
     """
 
-    def __init__(self, edges: Iterable[Edge], is_exit: Callable[[Any], bool]) -> None:
-        self.edges = list(edges)
+    def __init__(self, edges: Iterable[tuple[Any, int]], is_exit: Callable[[Any], bool]) -> None:
+        self.edges = [GradientEdge(node, number, None) for node, number in edges]
         #: nodes where messages were received
         self.exits: set[Any] = set()
         #: the edges into these and into leaves
-        self.targets: set[Edge] = set()
+        self.targets: set[GradientEdge] = set()
         seen: set[Any] = set()
-        todo = [edge for edge in self.edges if edge[0] is not None]
+        todo: list[tuple[Any, int]] = [edge[:2] for edge in self.edges if edge.node is not None]
         while todo:
-            edge = todo.pop()
-            node = edge[0]
+            node, number = todo.pop()
             if type(node) is _LEAF:
-                self.targets.add(edge)
+                self.targets.add(GradientEdge(node, number, None))
                 continue
             if node in seen and node not in self.exits:
                 continue
             seen.add(node)
             if is_exit(node):
                 self.exits.add(node)
-                self.targets.add(edge)
+                self.targets.add(GradientEdge(node, number, None))
             else:
                 todo += [following for following in node.next_functions if following[0] is not None]
 
@@ -93,7 +91,7 @@ class GradGraph:
         self._missing = set(entries)  # entries that were not fed yet
         self._fed: dict[Any, Sequence[torch.Tensor | None]] = {}  # ... and not run yet
         self._exits = {node for entry in entries.values() for node in entry.exits}
-        self._parts: dict[Edge, torch.Tensor] = {}  # what flowed to the targets so far
+        self._parts: dict[GradientEdge, torch.Tensor] = {}  # what flowed to the targets so far
         self._by_node: set[Any] = set()  # leaves whose nodes have to be run
         self._is_first = True
 
@@ -103,6 +101,11 @@ class GradGraph:
             if key in self._missing:
                 self._missing.remove(key)
                 self._fed[key] = gradients
+
+    def missing(self) -> set[Any]:
+        """Return the entries that were not fed yet."""
+        with self._lock:
+            return set(self._missing)
 
     def run(self) -> Stage | None:
         """Run what has been fed, if that completes any exit, or all.
@@ -120,35 +123,38 @@ class GradGraph:
         self._flow(fed, is_last)
         self._is_first = False
         exits: dict[Any, dict[int, torch.Tensor]] = {node: {} for node in ready}
-        for node, slot in [edge for edge in self._parts if edge[0] in ready]:
-            exits[node][slot] = self._parts.pop((node, slot))
+        for edge in [edge for edge in self._parts if edge.node in ready]:
+            exits[edge.node][edge.output_nr] = self._parts.pop(edge)
         if not is_last:
             return Stage(exits, None)
-        gradients = {node: gradient for (node, _), gradient in self._parts.items()}
+        gradients = {edge.node: gradient for edge, gradient in self._parts.items()}
         self._parts = {}
         return Stage(exits, Leaves(gradients, self._by_node))
 
     def _flow(self, fed: dict[Any, Sequence[torch.Tensor | None]], is_last: bool) -> None:
         """Add what comes of the gradients of entries to what there is at the targets."""
-        seeds: dict[Edge, torch.Tensor] = {}
-        targets: set[Edge] = set()
+        seeds: dict[GradientEdge, torch.Tensor] = {}
+        targets: set[GradientEdge] = set()
         for key, gradients in fed.items():
             entry = self._entries[key]
             targets |= entry.targets
             for edge, gradient in zip(entry.edges, gradients, strict=True):
-                if edge[0] is not None and gradient is not None:
+                if edge.node is not None and gradient is not None:
                     seeds[edge] = added(seeds[edge], gradient) if edge in seeds else gradient
         fed.clear()
         if not seeds or not targets:
             return
         order = list(targets)
         with without_hooks(self._hooked_later(targets, self._is_first and is_last)):
-            flowed = torch.autograd.grad(
-                [GradientEdge(*edge, None) for edge in seeds],
-                [GradientEdge(*edge, None) for edge in order],
-                list(seeds.values()),
-                retain_graph=self._retain or not is_last,
-                allow_unused=True,
+            # what torch.autograd.grad calls after checks that take as long as a small pass
+            flowed = _run_backward(
+                tuple(seeds),
+                tuple(seeds.values()),
+                self._retain or not is_last,
+                create_graph=False,
+                inputs=tuple(order),
+                allow_unreachable=True,
+                accumulate_grad=False,
             )
         del seeds
         for edge, gradient in zip(order, flowed, strict=True):
@@ -156,11 +162,11 @@ class GradGraph:
                 part = self._parts.get(edge)
                 self._parts[edge] = gradient if part is None else added(part, gradient)
 
-    def _hooked_later(self, targets: set[Edge], at_once: bool) -> list[torch.Tensor]:
+    def _hooked_later(self, targets: set[GradientEdge], at_once: bool) -> list[torch.Tensor]:
         """Return leaves whose hooks must not see what flows now, but the whole gradient."""
         hooked = []
         node: Any
-        for node, _ in targets:
+        for node, *_ in targets:
             if type(node) is _LEAF:
                 hooks = node.variable._backward_hooks
                 if (hooks and not at_once) or is_watched(node):

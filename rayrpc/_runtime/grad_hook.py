@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from rayrpc._runtime import current
 from rayrpc._runtime.grad_context import DistAutogradContext, Sent
-from rayrpc._runtime.grad_joints import Recorder, receive, recording, send
+from rayrpc._runtime.grad_joints import Recorder, receive
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 from rayrpc.errors import RpcError
 
@@ -32,9 +32,9 @@ __all__ = [
     "ContextFuture",
     "GradContexts",
     "call_outside",
-    "call_outside_sync",
     "contexts",
     "find_context",
+    "start_outside",
 ]
 
 ID_BITS = 48  # of a context's number; above these is the id of the worker that opened it
@@ -53,14 +53,20 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextlib.contextmanager
-def _inside(context: DistAutogradContext | None) -> Iterator[None]:
-    outer = _here.context
-    _here.context = context
-    try:
-        yield
-    finally:
-        _here.context = outer
+class _Inside:
+    """Have a context, or none, as this thread's."""
+
+    __slots__ = ("_context", "_outer")
+
+    def __init__(self, context: DistAutogradContext | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._outer = _here.context
+        _here.context = self._context
+
+    def __exit__(self, *exc: object) -> None:
+        _here.context = self._outer
 
 
 class ContextFuture(Future):  # type: ignore[type-arg]
@@ -88,7 +94,7 @@ class ContextFuture(Future):  # type: ignore[type-arg]
         context = self._context
 
         def run(done: Any) -> None:
-            with _inside(context):
+            with _Inside(context):
                 callback(done)
 
         super().add_done_callback(run)
@@ -236,27 +242,18 @@ class GradContexts(Hook):
     def wants(self) -> bool:
         return _here.context is not None
 
-    @contextlib.contextmanager
-    def send(self, call: OutgoingCall) -> Iterator[None]:
-        context = self.here()
+    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         builtin = torch.jit._builtins._find_builtin(call.func) is not None
         recorder = Recorder(self._next_message(), parameters=builtin)
-        context.known.add(call.to.id)
-        over = self._to_tell.pop(call.to.id, ()) if call.to.id in self._to_tell else ()
-        call.meta[AUTOGRAD] = (context.id, recorder.message_id, over)
-        call.notes[AUTOGRAD] = context, recorder
-        try:
-            with recording(recorder):
-                yield
-        except BaseException:
-            for context_id in over:
-                self._tell(call.to.id, context_id)
-            raise
+        call.notes[AUTOGRAD] = self.here(), recorder
+        return recorder
 
     def encoded(self, call: OutgoingCall) -> None:
         context, recorder = call.notes[AUTOGRAD]
-        if recorder.tensors:
-            context.sends[recorder.message_id] = send(recorder.tensors)
+        context.note_sent(recorder, call.to.id)
+        context.known.add(call.to.id)
+        over = self._to_tell.pop(call.to.id, ())
+        call.meta[AUTOGRAD] = context.id, recorder.message_id, over
 
     def future(self, call: OutgoingCall) -> Any:
         return ContextFuture(call.notes[AUTOGRAD][0])
@@ -272,18 +269,17 @@ class GradContexts(Hook):
                 if context_id not in self._over:  # else this call was late
                     self._contexts[context_id] = context
             context.callers.add(call.src)
-        call.notes[AUTOGRAD] = context
+        call.notes[AUTOGRAD] = [context, None]
         self._join(context, message_id, call.src)
-        return _inside(context)
+        return _Inside(context)
 
-    @contextlib.contextmanager
-    def reply(self, call: IncomingCall) -> Iterator[None]:
-        context = call.notes[AUTOGRAD]
-        recorder = Recorder(self._next_message(), parameters=False)
-        with recording(recorder):
-            yield
-        if recorder.tensors:
-            context.sends[recorder.message_id] = send(recorder.tensors)
+    def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        recorder = call.notes[AUTOGRAD][1] = Recorder(self._next_message(), parameters=False)
+        return recorder
+
+    def replied(self, call: IncomingCall) -> None:
+        context, recorder = call.notes[AUTOGRAD]
+        if context.note_sent(recorder, call.src):
             leads: dict[Sent, list[Sent]] = {}
             with contextlib.suppress(RpcError):  # whoever asks is told
                 leads = context.all_leads(self._me, recorder.message_id)
@@ -330,15 +326,15 @@ def find_context(context_id: int) -> DistAutogradContext:
 def call_outside(worker: int, func: Any, args: Any, timeout: float) -> Any:
     """Call a worker outside of all contexts; return the Future."""
     agent = current.get_agent()
-    with _inside(None):
+    with _Inside(None):
         return agent.caller.future(agent.lookup(worker), func, args, {}, timeout)
 
 
-def call_outside_sync(worker: int, func: Any, args: Any, timeout: float) -> Any:
-    """Call a worker outside of all contexts, and wait for the result."""
+def start_outside(worker: int, func: Any, args: Any, timeout: float) -> Callable[[], Any]:
+    """Call a worker outside of all contexts; return what waits for the result."""
     agent = current.get_agent()
-    with _inside(None):
-        return agent.caller.sync(agent.lookup(worker), func, args, {}, timeout)
+    with _Inside(None):
+        return agent.caller.start(agent.lookup(worker), func, args, {}, timeout)
 
 
 def _released(context_ids: list[int], by: int) -> None:

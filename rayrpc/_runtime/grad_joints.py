@@ -1,32 +1,51 @@
 """Where a call leaves and enters torch's graph: a send and a receive function for each message.
 
-A tensor that requires grad leaves its pickle by ``join``, while a message of a context is being
-encoded; at the receiver it becomes an output of the message's receive function.
+A tensor that requires grad leaves its pickle by ``reduce_joined``, while a message of a context is
+being encoded; at the receiver it becomes an output of the message's receive function.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__ = [
     "Recorder",
+    "SendFunction",
     "begin_message",
     "is_receive",
     "receive",
-    "recording",
     "reduce_joined",
     "reduce_parameter",
-    "send",
 ]
 
 
+class SendFunction:
+    """Where the gradients of a message that was sent come in.
+
+    It looks like a node of torch's graph, but is none: torch's engine starts beyond it.
+
+    Args:
+        edges (list[GradientEdge]): to each tensor that was sent.
+        to (int): id of the worker that it was sent to.
+    """
+
+    def __init__(self, edges: list[GradientEdge], to: int) -> None:
+        self.to = to
+        self._edges = list(edges)  # these keep the graph alive
+        self.next_functions = tuple((edge.node, edge.output_nr) for edge in edges)
+
+    def name(self) -> str:
+        """Return torch's name for it."""
+        return "torch::distributed::autograd::SendRpcBackward"
+
+
 class Recorder:
-    """Note the tensors of one message.
+    """Note the tensors of one message that this thread encodes in the context of the recorder.
 
     Args:
         message_id (int): of the message.
@@ -37,11 +56,20 @@ class Recorder:
     def __init__(self, message_id: int, parameters: bool) -> None:
         self.message_id = message_id
         self.parameters = parameters
-        self.tensors: list[torch.Tensor] = []
+        self.edges: list[GradientEdge] = []
 
-    def begin(self) -> None:
-        """Start over: the message is being encoded again."""
-        self.tensors.clear()
+    def __enter__(self) -> Recorder:
+        self._outer = _here.recorder
+        _here.recorder = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _here.recorder = self._outer
+
+    def join(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
+        """Return the reduction of a tensor that is to be joined, made from that of its values."""
+        self.edges.append(get_gradient_edge(tensor))
+        return _rebuild_joined, (self.message_id, rebuild, args)
 
 
 class _Here(threading.local):
@@ -55,21 +83,10 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextlib.contextmanager
-def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Note the tensors that this thread encodes in the context."""
-    outer = _here.recorder
-    _here.recorder = recorder
-    try:
-        yield
-    finally:
-        _here.recorder = outer
-
-
 def begin_message() -> None:
-    """Note that encoding begins."""
+    """Note that encoding begins, maybe once more."""
     if _here.recorder is not None:
-        _here.recorder.begin()
+        _here.recorder.edges.clear()
 
 
 def reduce_joined(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], Any]) -> Any:
@@ -77,16 +94,14 @@ def reduce_joined(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], Any]) -
     recorder = _here.recorder
     if recorder is None:
         return None
-    recorder.tensors.append(tensor)
-    rebuild, args = reduce(tensor.detach())[:2]
-    return _rebuild_joined, (recorder.message_id, rebuild, args)
+    return recorder.join(tensor, *reduce(tensor.detach())[:2])
 
 
 def reduce_parameter(parameter: Any) -> Any:
     """Return the reduction of a parameter; see ``Recorder``."""
-    if _here.recorder is not None and _here.recorder.parameters and parameter.requires_grad:
-        _here.recorder.tensors.append(parameter)
-        return _rebuild_joined, (_here.recorder.message_id, _itself, (parameter.detach(),))
+    recorder = _here.recorder
+    if recorder is not None and recorder.parameters and parameter.requires_grad:
+        return recorder.join(parameter, _itself, (parameter.detach(),))
     return parameter.__reduce_ex__(5)
 
 
@@ -98,18 +113,6 @@ def _rebuild_joined(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
     tensor: torch.Tensor = rebuild(*args).detach()  # no view, so that it can be changed in place
     _here.arrived.setdefault(message_id, []).append(tensor)
     return tensor
-
-
-class _Send(torch.autograd.Function):
-    """Have an edge to each tensor that was sent; it is never run itself."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("a send function is an entry, and not run")
 
 
 class _Receive(torch.autograd.Function):
@@ -127,16 +130,10 @@ class _Receive(torch.autograd.Function):
         )
 
 
-# their nodes' names, by which programs know them, are made of their classes'
-_send_function: Any = type("torch::distributed::autograd::SendRpc", (_Send,), {})
+# a node's name, by which programs know it, is made of its class's
 _receive_function: Any = type("torch::distributed::autograd::RecvRpc", (_Receive,), {})
 _ReceiveNode: type = _receive_function._backward_cls
-
-
-def send(tensors: list[torch.Tensor]) -> Any:
-    """Return the send function of a message: a node of torch's graph."""
-    with torch.enable_grad():
-        return _send_function.apply(*tensors).grad_fn
+_anchor = torch.empty(0, requires_grad=True)  # torch makes a node only of what requires grad
 
 
 def receive(message_id: int) -> Any:
@@ -149,8 +146,7 @@ def receive(message_id: int) -> Any:
     if not tensors:
         return None
     with torch.enable_grad():
-        anchor = torch.empty(0, requires_grad=True)
-        joined = _receive_function.apply(anchor, tensors)
+        joined = _receive_function.apply(_anchor, tensors)
     node = joined[0].grad_fn
     node.message_id = message_id
     node.count = len(tensors)

@@ -10,6 +10,7 @@ the hooks that want a call; a call that none wants pays for one look at a list.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent
     from rayrpc.errors import WorkerDiedError
 
-__all__ = ["Hook", "IncomingCall", "OutgoingCall"]
+__all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of"]
 
 
 @dataclass(slots=True)
@@ -99,14 +100,8 @@ class Hook:
         """Return the Future for a call, if it is to be a special one."""
         return None
 
-    def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
-        """Return the Future to give to the user instead of ``future``.
-
-        Args:
-            call: the call.
-            future: completes with the call.
-            entered: what entering the context of ``send`` returned.
-        """
+    def sent(self, call: OutgoingCall, future: Any) -> Any:
+        """Return the Future to give to the user instead of ``future``, which ends with the call."""
         return future
 
     def receive(self, call: IncomingCall) -> AbstractContextManager[Any]:
@@ -117,6 +112,22 @@ class Hook:
         """Prepare a reply with a value; the context spans its encoding."""
         return contextlib.nullcontext()
 
+    def replied(self, call: IncomingCall) -> None:
+        """Note that the reply is complete, and about to be sent."""
+
     def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         """Return the value to give to the user instead of ``value``."""
         return value
+
+
+def all_of(steps: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Return one context for those of all hooks; most often there is one."""
+    return steps[0] if len(steps) == 1 else _entered_in_turn(steps)
+
+
+@contextlib.contextmanager
+def _entered_in_turn(steps: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for step in steps:
+            stack.enter_context(step)
+        yield

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-__all__ = ["Error", "Outcome", "Value", "fresh"]
+__all__ = ["Error", "Outcome", "Value", "complete", "fresh"]
 
 T = TypeVar("T")
 
@@ -62,3 +62,20 @@ def fresh(error: BaseException) -> BaseException:
 
 
 Outcome = Value[T] | Error
+
+
+def complete(future: Any, outcome: Outcome[Any]) -> None:
+    """Give a torch Future its value or error."""
+    if isinstance(outcome, Value):
+        future.set_result(outcome.value)
+        return
+    error = outcome.error
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    # as Future.set_exception does, but with a new exception for each who reads it
+    future._set_unwrap_func(_raise_fresh)
+    future.set_result(error.with_traceback(None))
+
+
+def _raise_fresh(error: BaseException) -> NoReturn:
+    raise fresh(error)

@@ -46,7 +46,8 @@ class ProfilerHook(Hook):
         if call.mode == "fetch":
             return contextlib.nullcontext()
         key = profiling_key(call.mode, _name_of(call.func), call.src.name, call.to.name)
-        return torch.autograd.profiler.record_function(key)
+        record = call.notes[self.name] = torch.autograd.profiler.record_function(key)
+        return record
 
-    def sent(self, call: OutgoingCall, future: Any, entered: Any) -> Any:
-        return entered._call_end_callbacks_on_future(future)
+    def sent(self, call: OutgoingCall, future: Any) -> Any:
+        return call.notes[self.name]._call_end_callbacks_on_future(future)

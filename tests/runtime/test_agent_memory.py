@@ -718,7 +718,7 @@ class Recorder(Hook):
         call.meta[self.name] = "there"
         return super().send(call)
 
-    def sent(self, call, future, entered):
+    def sent(self, call, future):
         self.log.append("sent")
         return future
 

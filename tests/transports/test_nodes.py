@@ -6,15 +6,32 @@ import pytest
 from conftest import ROOT
 
 # Everything Ray starts here ends with the script; its folder's path must be short.
-SCRIPT = """
-import os, shutil, socket, sys, tempfile
+HEAD = """
+import os, shutil, socket, statistics, tempfile, time
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
 from ray.cluster_utils import Cluster
 import torch
 import rayrpc as rpc
 import targets
+"""
 
+TAIL = """
+if __name__ == "__main__":
+    cluster = Cluster(True, head_node_args={
+        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20,
+    })
+    try:
+        main(cluster)
+        print("done", flush=True)
+    finally:
+        import ray
 
+        ray.shutdown()
+        cluster.shutdown()
+        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
+"""
+
+THREE = """
 def lanes():
     '''Return my node's address, where I listen, and the families and ends of my lanes.'''
     transport = rpc._get_current_rpc_agent()._transport
@@ -104,31 +121,26 @@ def main(cluster):
     assert torch.equal(rpc.rpc_sync("left", targets.read, args=(made[0],)), large)
     print("RRefs cross nodes", flush=True)
     rpc.shutdown()
-
-
-if __name__ == "__main__":
-    cluster = Cluster(True, head_node_args={
-        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20,
-    })
-    try:
-        main(cluster)
-        print("done", flush=True)
-    finally:
-        import ray
-
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 """
 
 
-def test_workers_on_different_nodes_call_each_other(start, script):
-    run = start(
-        script(SCRIPT),
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        RAY_ADDRESS=None,
-        RAY_TMPDIR=None,
-    )
+@pytest.fixture
+def start_nodes(start, script):
+    """Run a program on a cluster of its own."""
+
+    def run(program):
+        return start(
+            script(HEAD + program + TAIL),
+            PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            RAY_ADDRESS=None,
+            RAY_TMPDIR=None,
+        )
+
+    return run
+
+
+def test_workers_on_different_nodes_call_each_other(start_nodes):
+    run = start_nodes(THREE)
     for stage in (
         "small ones go by TCP",
         "large ones go by the object store",
@@ -140,12 +152,6 @@ def test_workers_on_different_nodes_call_each_other(start, script):
 
 
 EIGHT = """
-import os, shutil, statistics, tempfile, time
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
-from ray.cluster_utils import Cluster
-import rayrpc as rpc
-import targets
-
 NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
 
 
@@ -190,36 +196,14 @@ def main(cluster):
         assert found == {peer: host for peer, host in NODES.items() if peer != name}, (name, found)
     print(f"p50 of a call on the first of 1: {first:.0f} us, of 8: {p50('w2'):.0f} us", flush=True)
     rpc.shutdown()
-
-
-if __name__ == "__main__":
-    cluster = Cluster(True, head_node_args={
-        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20,
-    })
-    try:
-        main(cluster)
-        print("done", flush=True)
-    finally:
-        import ray
-
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    os.environ.get("TEST_SCALE") != "1", reason="takes minutes; set TEST_SCALE=1"
-)
-def test_eight_nodes_call_one_another(start, script):
-    run = start(
-        script(EIGHT),
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        RAY_ADDRESS=None,
-        RAY_TMPDIR=None,
-    )
+@pytest.mark.skipif(os.environ.get("TEST_SCALE") != "1", reason="takes minutes; set TEST_SCALE=1")
+def test_eight_nodes_call_one_another(start_nodes):
+    run = start_nodes(EIGHT)
     print(run.wait_for("p50 of a call", timeout=600))
     run.wait_for("done")
     assert run.end() == 0, run.output
