@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rayrpc.backend_registry import BackendType
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
+    from rayrpc.futures import as_completed
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerInfo",
     "__version__",
+    "as_completed",
     "configure",
     "errors",
     "functions",
@@ -83,6 +85,7 @@ _HOMES = {
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
+    "rayrpc.futures": ("as_completed",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
 }

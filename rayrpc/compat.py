@@ -118,6 +118,8 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ("torch.distributed.nn", "RemoteModule", "rayrpc.nn", "RemoteModule"),
     ("torch.distributed.optim", "DistributedOptimizer", "rayrpc.optim", "DistributedOptimizer"),
     ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
+    # what torch has not
+    (RPC, "as_completed", "rayrpc.futures", "as_completed"),
 ]
 
 _MISSING = object()

@@ -1,19 +1,28 @@
-"""Waiting for Futures: torch's helpers, for Futures that fail with Python exceptions.
+"""Waiting for Futures: torch's helpers, and asyncio's.
 
 Futures of rayrpc are plain ``torch.futures.Future``.  Python can only complete one with a value
 that raises when it is read, which torch's own ``wait_all`` takes for success until it has all of
 them; this one returns with the first error.
+
+To be of use in ``await``, a Future needs one method that torch's has not; importing this module
+adds it to torch's class, which changes nothing that was there.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.futures import Future, collect_all
 
-__all__ = ["Future", "collect_all", "wait_all"]
+from rayrpc._runtime.turns import step_aside
+
+__all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
@@ -48,3 +57,86 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return [future.wait() for future in futures]
+
+
+class as_completed:
+    """Iterate over Futures as they complete, with ``for`` or ``async for``.
+
+    Args:
+        futures (Iterable[Future]): yielded themselves, each once.
+        timeout (float | None): for all of them, in seconds; None: none.
+
+    Raises:
+        TimeoutError: by the iteration: not all were done in time.
+
+    Source: ``concurrent.futures.as_completed``, ``asyncio.as_completed``.
+    """
+
+    def __init__(self, futures: Iterable[Any], timeout: float | None = None) -> None:
+        self._futures = list(dict.fromkeys(futures))
+        self._timeout = timeout
+
+    def __iter__(self) -> Iterator[Any]:
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tell(done.put)
+        step_aside()
+        left = self._left()
+        for count in range(len(self._futures)):
+            try:
+                yield done.get(timeout=left())
+            except queue.Empty:
+                raise self._late(count) from None
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Queue[Any] = asyncio.Queue()
+        self._tell(lambda future: _soon(loop, done.put_nowait, future))
+        left = self._left()
+        for count in range(len(self._futures)):
+            try:
+                future = await asyncio.wait_for(done.get(), left())
+            except asyncio.TimeoutError:
+                raise self._late(count) from None
+            yield future
+
+    def _tell(self, done: Callable[[Any], None]) -> None:
+        for future in self._futures:
+            # a callback gets another object for the same Future
+            future.add_done_callback(lambda _, future=future: done(future))
+
+    def _left(self) -> Callable[[], float | None]:
+        timeout = self._timeout
+        if timeout is None:
+            return lambda: None
+        end = time.monotonic() + timeout
+        return lambda: max(0.0, end - time.monotonic())
+
+    def _late(self, count: int) -> TimeoutError:
+        return TimeoutError(
+            f"{len(self._futures) - count} of {len(self._futures)} Futures were not done after "
+            f"{self._timeout:g} s"
+        )
+
+
+def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        loop.call_soon_threadsafe(callback, *args)
+
+
+def _await(self: Any) -> Generator[Any, None, Any]:
+    """Wait for the value in a coroutine: ``await future``."""
+    if not self.done():
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def wake() -> None:
+            if not done.done():  # else it was cancelled
+                done.set_result(None)
+
+        self.add_done_callback(lambda _: _soon(loop, wake))
+        yield from done
+    return self.wait()
+
+
+_base: Any = Future.__mro__[1]  # of Futures of ``then`` and ``collect_all``, too
+_base.__await__ = _await

@@ -22,7 +22,7 @@ def done(value):
 def test_futures_are_torchs_own():
     assert Future is torch.futures.Future
     assert collect_all is torch.futures.collect_all
-    assert futures.__all__ == ["Future", "collect_all", "wait_all"]
+    assert futures.__all__ == ["Future", "as_completed", "collect_all", "wait_all"]
 
 
 def test_of_nothing_there_is_nothing():

@@ -368,6 +368,7 @@ class Agent:
         self._directory.close()
         self._directory.leave()
         self.caller.close()
+        self.callee.close()
         self.rrefs.close()
         for hook in self.hooks:
             hook.close()

@@ -7,6 +7,7 @@ import pickle
 import threading
 from contextlib import AbstractContextManager
 from time import perf_counter
+from types import CoroutineType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.futures import Future
 
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.devices import DeviceRoutes, refuse
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.ids import WorkerInfo
@@ -69,11 +71,16 @@ class Callee:
         self._name_of = name_of
         self._rpc_timeout = rpc_timeout
         self._hooks = hooks
+        self._coroutines = Coroutines("rayrpc-loop")
         self._quick = Habits()
         self._short = Habits(SHORT_SECONDS)
         self._lock = threading.Lock()
         self.active = 0
         self.served = 0
+
+    def close(self) -> None:
+        """End the async functions that run."""
+        self._coroutines.close()
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""
@@ -143,8 +150,16 @@ class Callee:
                 self._short.note(habit, seconds, self.active == 1)
         except BaseException as exc:
             return self._end(frame, cell, Error(exc), call)
+        if type(value) is CoroutineType:
+            return self._run_coroutine(frame, cell, value, call)
         if not frame.is_async:
             return self._end(frame, cell, Value(value), call)
+        return self._end_with(frame, cell, value, call)
+
+    def _end_with(
+        self, frame: Frame, cell: Cell | None, value: Any, call: IncomingCall | None
+    ) -> Frame | Deferred:
+        """Reply with the value of a Future, when it is there."""
         if not isinstance(value, _AnyFuture):
             error = RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
@@ -158,6 +173,27 @@ class Callee:
         value.add_done_callback(
             lambda done: deferred.set(self._end(frame, cell, _outcome(done), call))
         )
+        return deferred
+
+    def _run_coroutine(
+        self, frame: Frame, cell: Cell | None, coroutine: Any, call: IncomingCall | None
+    ) -> Deferred:
+        """Reply with what an async function returns; of torch's kind, with its Future's value."""
+        deferred = Deferred()
+
+        def ended(outcome: Outcome[Any]) -> None:
+            if frame.is_async and isinstance(outcome, Value):
+                reply = self._end_with(frame, cell, outcome.value, call)
+                if isinstance(reply, Deferred):
+                    reply.on_done(deferred.set)
+                    return
+            else:
+                reply = self._end(frame, cell, outcome, call)
+            deferred.set(reply)
+
+        if call is not None:
+            coroutine = stepwise(coroutine, lambda: self._hooked(call, "resume"))
+        self._coroutines.submit(coroutine, ended)
         return deferred
 
     def _end(

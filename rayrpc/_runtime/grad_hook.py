@@ -273,6 +273,9 @@ class GradContexts(Hook):
         self._join(context, message_id, call.src)
         return _Inside(context)
 
+    def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        return _Inside(call.notes[AUTOGRAD][0])
+
     def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
         recorder = call.notes[AUTOGRAD][1] = Recorder(self._next_message(), parameters=False)
         return recorder

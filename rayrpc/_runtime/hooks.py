@@ -108,6 +108,10 @@ class Hook:
         """Accept a call that has this hook's meta; the context spans the user's function."""
         return contextlib.nullcontext()
 
+    def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        """Return the context of one more step of the user's function, if it is a coroutine."""
+        return contextlib.nullcontext()
+
     def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
         """Prepare a reply with a value; the context spans its encoding."""
         return contextlib.nullcontext()

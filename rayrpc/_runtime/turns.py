@@ -7,9 +7,10 @@ busy for long, its turn ends, and another thread reads on.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "called_by_name",
     "has_turn",
     "step_aside",
+    "when_blocking",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +55,7 @@ def called_by_name(func: F) -> F:
 
 
 class _Here(threading.local):
-    turn: Turn | None = None
+    turn: Turn | _NoTurn | None = None
 
 
 _here = _Here()
@@ -72,6 +74,34 @@ def step_aside(briefly: bool = False) -> None:
         turn.stayed = True
     else:
         turn.end()
+
+
+@contextlib.contextmanager
+def when_blocking(notice: Callable[[], None]) -> Iterator[None]:
+    """Have ``notice`` called once, before this thread, which reads nothing, blocks in a call."""
+    outer = _here.turn
+    _here.turn = _NoTurn(notice)
+    try:
+        yield
+    finally:
+        _here.turn = outer
+
+
+class _NoTurn:
+    """What a thread that reads no connection has in place of a turn."""
+
+    alone = False
+    stayed = False
+    over = True
+
+    def __init__(self, notice: Callable[[], None]) -> None:
+        self._notice: Callable[[], None] | None = notice
+
+    def end(self) -> None:
+        """Give notice, once."""
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            notice()
 
 
 def has_turn() -> bool:

@@ -1,0 +1,197 @@
+"""Event loops for the async functions of users that others call.
+
+All coroutines of a worker share one loop, as asyncio's locks and queues ask for.  A coroutine that
+blocks it, by a call that waits for another worker, must not keep those from running that the other
+worker needs: such a loop is left to the coroutines that it has, and new ones get another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.turns import when_blocking
+
+__all__ = ["Coroutines", "stepwise"]
+
+# A loop that takes no new coroutine for so long is blocked by something that does not say so.
+STUCK_SECONDS = 1.0
+
+Done = Callable[[Outcome[Any]], None]
+
+
+class Coroutines:
+    """Run coroutines.
+
+    Args:
+        name (str): prefix of the threads' names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Coroutine[Any, Any, Any], Done]] = deque()
+        self._current: _Loop | None = None
+        self._loops: set[_Loop] = set()
+        self._guard: threading.Thread | None = None
+        self._waiting = threading.Event()
+        self._taken = 0
+        self._closed = False
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any], done: Done) -> None:
+        """Run a coroutine; ``done`` is called with its outcome."""
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                return
+            self._queue.append((coroutine, done))
+            self._wake()
+            if self._guard is None:
+                self._guard = threading.Thread(
+                    target=self._watch, name=f"{self._name}-guard", daemon=True
+                )
+                self._guard.start()
+        self._waiting.set()
+
+    def close(self) -> None:
+        """Cancel what runs, and end the loops."""
+        with self._lock:
+            self._closed = True
+            loops = list(self._loops)
+            for coroutine, _ in self._queue:
+                coroutine.close()
+            self._queue.clear()
+        self._waiting.set()
+        for loop in loops:
+            loop.end()
+
+    def _wake(self) -> None:
+        """Have a loop look into the queue."""
+        if self._current is None:
+            self._current = _Loop(f"{self._name}-{len(self._loops)}", self._take, self._leave)
+            self._loops.add(self._current)
+        self._current.wake()
+
+    def _take(self) -> tuple[Coroutine[Any, Any, Any], Done] | None:
+        with self._lock:
+            self._taken += 1
+            return self._queue.popleft() if self._queue else None
+
+    def _leave(self, loop: _Loop, ends: bool) -> None:
+        """Give a loop no more coroutines; ``ends``: it has run all that it had."""
+        with self._lock:
+            if self._current is loop:
+                self._current = None
+                for _ in self._queue:
+                    self._wake()
+            if ends:
+                self._loops.discard(loop)
+
+    def _watch(self) -> None:
+        while not self._closed:
+            self._waiting.wait()
+            taken = self._taken
+            time.sleep(STUCK_SECONDS)
+            loop = self._current
+            if not self._queue:
+                self._waiting.clear()
+                if self._queue:
+                    self._waiting.set()
+            elif taken == self._taken and loop is not None:
+                loop.retire()
+
+
+class _Loop:
+    """An event loop in a thread."""
+
+    def __init__(
+        self,
+        name: str,
+        take: Callable[[], tuple[Coroutine[Any, Any, Any], Done] | None],
+        leave: Callable[[_Loop, bool], None],
+    ) -> None:
+        self._take = take
+        self._leave = leave
+        self._count = 0
+        self._is_retired = False
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def wake(self) -> None:
+        """Have it take a coroutine from the queue."""
+        self._loop.call_soon_threadsafe(self._next)
+
+    def retire(self) -> None:
+        """Take no more; end with the last coroutine."""
+        if self._is_retired:
+            return
+        self._is_retired = True
+        self._leave(self, False)
+        self._loop.call_soon_threadsafe(self._end_if_empty)
+
+    def end(self) -> None:
+        """End it soon."""
+        self._is_retired = True
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        with when_blocking(self.retire):
+            self._loop.run_forever()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+        self._leave(self, True)
+
+    def _next(self) -> None:
+        if self._is_retired or (taken := self._take()) is None:
+            return
+        coroutine, done = taken
+        self._count += 1
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(lambda ended: self._done(ended, done))
+
+    def _done(self, task: asyncio.Task[Any], done: Done) -> None:
+        self._count -= 1
+        try:
+            outcome: Outcome[Any] = Value(task.result())
+        except asyncio.CancelledError:
+            outcome = Error(RuntimeError("the coroutine was cancelled"))
+        except BaseException as exc:
+            outcome = Error(exc)
+        done(outcome)
+        self._end_if_empty()
+
+    def _end_if_empty(self) -> None:
+        if self._is_retired and not self._count:
+            self._loop.stop()
+
+    def _cancel(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
+
+@types.coroutine
+def stepwise(
+    coroutine: Coroutine[Any, Any, Any], within: Callable[[], AbstractContextManager[Any]]
+) -> Generator[Any, Any, Any]:
+    """Run a coroutine, each of its steps in a context of its own."""
+    sent: Any = None
+    thrown: BaseException | None = None
+    while True:
+        with within():
+            try:
+                waits_for = coroutine.send(sent) if thrown is None else coroutine.throw(thrown)
+            except StopIteration as stop:
+                return stop.value
+        try:
+            sent, thrown = (yield waits_for), None
+        except BaseException as exc:
+            thrown = exc
