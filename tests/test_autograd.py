@@ -46,6 +46,14 @@ def check(gradients, loss, *leaves):
 
 
 class TestGradients:
+    def test_a_sparse_leaf_gets_a_gradient(self, workers):
+        x = torch.rand(3, 3).to_sparse().requires_grad_()
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("alice", torch.mul, args=(x, 3.0))
+            autograd.backward(context_id, [torch.sparse.sum(y)])
+            gradient = autograd.get_gradients(context_id)[x]
+        torch.testing.assert_close(gradient.to_dense(), torch.full((3, 3), 3.0))
+
     def test_flow_through_calls_of_every_kind(self, workers, leaves):
         x, w = leaves
         with autograd.context() as context_id:

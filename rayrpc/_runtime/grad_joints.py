@@ -68,7 +68,7 @@ class Recorder:
 
     def join(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
         """Return the reduction of a tensor that is to be joined, made from that of its values."""
-        self.edges.append(get_gradient_edge(tensor))
+        self.edges.append(_edge_to(tensor))
         return _rebuild_joined, (self.message_id, rebuild, args)
 
 
@@ -113,6 +113,27 @@ def _rebuild_joined(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
     tensor: torch.Tensor = rebuild(*args).detach()  # no view, so that it can be changed in place
     _here.arrived.setdefault(message_id, []).append(tensor)
     return tensor
+
+
+class _Touch(torch.autograd.Function):
+    """Have an edge to a tensor of any layout."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("this node is never run")
+
+
+def _edge_to(tensor: torch.Tensor) -> GradientEdge:
+    if tensor.grad_fn is not None or tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    touch: Any = _Touch  # torch takes a view of a leaf, which a sparse tensor has not
+    with torch.enable_grad():
+        ((node, number),) = touch.apply(tensor).grad_fn.next_functions
+    return GradientEdge(node, number, None)
 
 
 class _Receive(torch.autograd.Function):
