@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         rpc_sync,
         shutdown,
     )
+    from rayrpc.awaits import lazy
     from rayrpc.backend_registry import BackendType
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
@@ -49,6 +50,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "install",
+    "lazy",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -80,6 +82,7 @@ _HOMES = {
         "rpc_sync",
         "shutdown",
     ),
+    "rayrpc.awaits": ("lazy",),
     "rayrpc.rref": ("PyRRef", "RRef"),
     "rayrpc._runtime.ids": ("WorkerInfo",),
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
@@ -90,7 +93,17 @@ _HOMES = {
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("api", "autograd", "backend_registry", "errors", "functions", "futures", "nn", "optim")
+_MODULES = (
+    "api",
+    "autograd",
+    "backend_registry",
+    "errors",
+    "functions",
+    "futures",
+    "jit",
+    "nn",
+    "optim",
+)
 
 
 def __getattr__(name: str) -> Any:

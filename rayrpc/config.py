@@ -248,6 +248,12 @@ class Settings:
     num_worker_threads: int = _key(
         16, _COUNT, "Threads with which a worker runs the calls it receives.", int
     )
+    fork_workers: int | None = _key(
+        None,
+        _COUNT,
+        "Workers that `rayrpc.jit.fork` starts for its tasks. None: one for each CPU.",
+        int,
+    )
     init_timeout: float = _key(
         60.0, _SOME_SECONDS, "Seconds that `init_rpc` waits for the group's other members.", float
     )

@@ -194,6 +194,19 @@ class RRef(Generic[T]):
 
         return RRefProxy(self, api.remote, timeout)
 
+    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return what becomes the value when it is first used; it is sent as a reference.
+
+        Args:
+            timeout (float): of bringing it here, in seconds; 0: none; not given: the default.
+
+        Returns:
+            ``LazyRemote``.
+        """
+        from rayrpc.awaits import LazyRemote
+
+        return LazyRemote(self, timeout)
+
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the type of the value, or a Future of it; asked for once."""
         future = self._type

@@ -219,3 +219,8 @@ OBEYED = "obeyed "
 def step(x, w):
     """Part of a model, for tests of gradients."""
     return torch.tanh(x @ w)
+
+
+def count_owned():
+    """Return how many RRefs this worker owns."""
+    return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])

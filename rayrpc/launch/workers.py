@@ -26,7 +26,7 @@ from rayrpc.launch.placement import (
 )
 from rayrpc.launch.program import Program
 
-__all__ = ["WorkerGroup", "start_workers"]
+__all__ = ["WorkerGroup", "start_with", "start_workers"]
 
 
 class WorkerGroup:
@@ -99,9 +99,18 @@ def start_workers(
     """
     if isinstance(names, str):
         raise TypeError(f"names must be a list of worker names, got the string {names!r}")
+    return start_with(config.settings(), names, resources, me)
+
+
+def start_with(
+    settings: config.Settings,
+    names: Sequence[str],
+    resources: Mapping[str, Any] | None = None,
+    me: str = "driver",
+) -> WorkerGroup:
+    """Start workers with settings of their own; see ``start_workers``."""
     for name in names:
         WorkerInfo(name, 0)  # checks it
-    settings = config.settings()
     connect(settings)
     given = None if resources is None else WorkerResources(**resources)
     wanted = {name: given or settings.resources_for(name) for name in names}
