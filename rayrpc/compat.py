@@ -125,6 +125,7 @@ TABLE: list[tuple[str, str, str, str | None]] = [
 
 _MISSING = object()
 _undo: list[tuple[Any, str, Any]] = []
+_undo_jit: list[tuple[Any, str, Any]] = []
 
 
 def is_available() -> bool:
@@ -137,11 +138,19 @@ def is_installed() -> bool:
     return bool(_undo)
 
 
-def install() -> None:
+def install(jit: bool = False) -> None:
     """Put rayrpc in the place of ``torch.distributed.rpc``; call it before importing that.
 
     Nothing is started, and nothing native is used from then on.  Calling it again does nothing.
+
+    Args:
+        jit (bool): replace ``torch.jit.fork``, ``wait`` and ``script`` by those of ``rayrpc.jit``,
+            too: tasks run on the cluster, and what forks them is not compiled.
     """
+    if jit and not _undo_jit:
+        torchs, ours = map(importlib.import_module, ("torch.jit", "rayrpc.jit"))
+        for each in ("fork", "script", "wait"):
+            _set(torchs, each, getattr(ours, each), _undo_jit)
     if _undo:
         return
     rpc = _rpc_package()
@@ -158,8 +167,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put back what ``install()`` replaced."""
-    while _undo:
-        target, name, old = _undo.pop()
+    while _undo or _undo_jit:
+        target, name, old = (_undo or _undo_jit).pop()
         if isinstance(target, dict):
             if old is _MISSING:
                 target.pop(name, None)
@@ -171,12 +180,12 @@ def uninstall() -> None:
             setattr(target, name, old)
 
 
-def _set(target: Any, name: str, value: Any) -> None:
+def _set(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]] = _undo) -> None:
     if isinstance(target, dict):
-        _undo.append((target, name, target.get(name, _MISSING)))
+        undo.append((target, name, target.get(name, _MISSING)))
         target[name] = value
     else:
-        _undo.append((target, name, getattr(target, name, _MISSING)))
+        undo.append((target, name, getattr(target, name, _MISSING)))
         setattr(target, name, value)
 
 

@@ -86,7 +86,14 @@ def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _forks(obj: Any) -> bool:
-    return any("fork" in function.__code__.co_names for function in _functions(obj))
+    return any("fork" in _names(function.__code__) for function in _functions(obj))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:  # comprehensions are code of their own
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def _functions(obj: Any) -> Iterator[types.FunctionType]:

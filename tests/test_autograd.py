@@ -1,6 +1,7 @@
 """Backward passes over real workers: contexts, gradients, errors, and what is left afterwards."""
 
 import gc
+import os
 import threading
 
 import pytest
@@ -327,6 +328,27 @@ class TestContexts:
                     autograd.backward(context_id, [y.sum()])
         assert eventually(lambda: contexts_at("alice", "bob") == [0, 0])
         assert rpc.rpc_sync("bob", targets.objects) < before + 500
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    @pytest.mark.skipif(os.environ.get("TEST_SCALE") != "1", reason="set TEST_SCALE=1")
+    def test_ten_thousand_over_four_workers_leave_nothing_behind(self, workers, leaves):
+        rpc.start_workers(["carol", "dave"])
+        names = ["alice", "bob", "carol", "dave"]
+        x, w = leaves
+        before = None
+        for number in range(10_000):
+            with autograd.context() as context_id:
+                here, there = names[number % 4], names[(number + 1) % 4]
+                y = rpc.rpc_sync(here, relay, args=(x, w, there))
+                if number % 10 == 0:
+                    autograd.backward(context_id, [y.sum()])
+            if number == 200:
+                assert eventually(lambda: contexts_at(*names) == [0] * 4)
+                before = [rpc.rpc_sync(name, targets.objects) for name in names]
+        assert eventually(lambda: contexts_at(*names) == [0] * 4)
+        after = [rpc.rpc_sync(name, targets.objects) for name in names]
+        assert all(a < b + 500 for a, b in zip(after, before, strict=True)), (before, after)
 
 
 def context_here():

@@ -103,6 +103,20 @@ def test_installing_twice_does_nothing_more():
     compat.uninstall()
 
 
+def test_tasks_of_torch_jit_are_replaced_if_that_is_asked_for():
+    names = ("fork", "script", "wait")
+    before = [getattr(torch.jit, name) for name in names]
+    compat.install()
+    assert [getattr(torch.jit, name) for name in names] == before
+    compat.install(jit=True)
+    compat.install(jit=True)
+    assert [getattr(torch.jit, name) for name in names] == [
+        getattr(rayrpc.jit, name) for name in names
+    ]
+    compat.uninstall()
+    assert [getattr(torch.jit, name) for name in names] == before
+
+
 def test_the_compiler_of_torchscript_knows_our_rref(installed):
     import torch._jit_internal as jit_internal
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # longest name wins, so "_runtime" is what no other line names. "" is rayrpc/__init__.py.
 LAYERS = [
     ["", "__main__", "cli", "notebook", "testing"],
-    ["autograd", "compat", "jit", "launch", "nn", "optim", "parallel"],
+    ["autograd", "awaits", "compat", "forking", "jit", "launch", "nn", "optim", "parallel"],
     ["api"],
     ["gathering", "startup"],
     ["backend_registry", "functions", "internal", "metrics", "options", "rref"],
@@ -38,6 +38,7 @@ LAZY: list[tuple[str, str, str]] = [
     ("api", "autograd", "its counters are part of _get_debug_info"),
     ("launch.hosted", "launch.process", "a rank may spawn ranks, which are hosted too"),
     ("rref", "api", "proxies make calls as their user would"),
+    ("rref", "awaits", "lazy() makes one of its values"),
 ]
 
 RUNTIME_SEES_OF_TRANSPORTS = "_transports.base"

@@ -1,8 +1,8 @@
 """The examples of the founding documents of this project, run as they are printed there.
 
-The documents describe ``remote`` and ``async_execution``; prompts are taken off, nothing else
-is changed.  All of them run in one ``rayrpc run``: every rank loads what stands there "on all
-workers", and worker0 what it has of its own.
+Prompts are taken off, nothing else is changed.  Those of ``remote`` and ``async_execution`` run in
+one ``rayrpc run``: every rank loads what stands there "on all workers", and worker0 what it has of
+its own.  Those of ``fork`` and ``wait`` are one program, with ``install`` beside its import.
 """
 
 import json
@@ -251,3 +251,169 @@ def printed(ray_cluster, tmp_path_factory):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_prints_what_it_says(printed, name):
     assert printed[name].splitlines() == EXPECTED[name]
+
+
+# -- fork and wait --------------------------------------------------------------------------------
+
+FORK_IMPORT = """
+import torch
+import rayrpc
+rayrpc.install(jit=True)
+"""
+
+FORK_ONE = """
+def foo(x):
+    return torch.neg(x)
+
+
+@torch.jit.script
+def example(x):
+    # Call `foo` using parallelism:
+    # First, we "fork" off a task. This task will run `foo` with argument `x`
+    future = torch.jit.fork(foo, x)
+
+    # Call `foo` normally
+    x_normal = foo(x)
+
+    # Second, we "wait" on the task. Since the task may be running in
+    # parallel, we have to "wait" for its result to become available.
+    # Notice that by having lines of code between the "fork()" and "wait()"
+    # call for a given Future, we can overlap computations so that they
+    # run in parallel.
+    x_parallel = torch.jit.wait(future)
+
+    return x_normal, x_parallel
+
+print(example(torch.ones(1))) # (-1., -1.)
+"""
+
+FORK_MANY = """
+from typing import List
+
+def foo(x):
+    return torch.neg(x)
+
+@torch.jit.script
+def example(x):
+    futures : List[torch.jit.Future[torch.Tensor]] = []
+    for _ in range(100):
+        futures.append(torch.jit.fork(foo, x))
+
+    results = []
+    for future in futures:
+        results.append(torch.jit.wait(future))
+
+    return torch.sum(torch.stack(results))
+
+print(example(torch.ones([])))
+"""
+
+# The sizes are the document's by a factor: the model has its three forms, and they must agree.
+FORK_LSTM = """
+T, B, C = 5, 5, 64
+
+class BidirectionalRecurrentLSTM(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell_f = torch.nn.LSTM(input_size=C, hidden_size=C)
+        self.cell_b = torch.nn.LSTM(input_size=C, hidden_size=C)
+
+    def forward(self, x : torch.Tensor) -> torch.Tensor:
+        # Forward layer
+        output_f, _ = self.cell_f(x)
+
+        # Backward layer. Flip input in the time dimension (dim 0), apply the
+        # layer, then flip the outputs in the time dimension
+        x_rev = torch.flip(x, dims=[0])
+        output_b, _ = self.cell_b(torch.flip(x, dims=[0]))
+        output_b_rev = torch.flip(output_b, dims=[0])
+
+        return torch.cat((output_f, output_b_rev), dim=2)
+
+class LSTMEnsemble(torch.nn.Module):
+    def __init__(self, n_models):
+        super().__init__()
+        self.n_models = n_models
+        self.models = torch.nn.ModuleList([
+            BidirectionalRecurrentLSTM() for _ in range(self.n_models)])
+
+    def forward(self, x : torch.Tensor) -> torch.Tensor:
+        results = []
+        for model in self.models:
+            results.append(model(x))
+        return torch.stack(results).sum(dim=0)
+
+ens = torch.jit.script(LSTMEnsemble(n_models=4))
+x = torch.rand(T, B, C)
+expected = ens(x)
+
+def forward(self, x : torch.Tensor) -> torch.Tensor:
+    # Forward layer - fork() so this can run in parallel to the backward
+    # layer
+    future_f = torch.jit.fork(self.cell_f, x)
+
+    # Backward layer. Flip input in the time dimension (dim 0), apply the
+    # layer, then flip the outputs in the time dimension
+    x_rev = torch.flip(x, dims=[0])
+    output_b, _ = self.cell_b(torch.flip(x, dims=[0]))
+    output_b_rev = torch.flip(output_b, dims=[0])
+
+    # Retrieve the output from the forward layer. Note this needs to happen
+    # *after* the stuff we want to parallelize with
+    output_f, _ = torch.jit.wait(future_f)
+
+    return torch.cat((output_f, output_b_rev), dim=2)
+
+def like(ens, forward_of_one=None, forward_of_all=None):
+    plain = LSTMEnsemble(4)
+    plain.load_state_dict(ens.state_dict())
+    if forward_of_one is not None:
+        BidirectionalRecurrentLSTM.forward = forward_of_one
+    if forward_of_all is not None:
+        LSTMEnsemble.forward = forward_of_all
+    made = torch.jit.script(plain)
+    assert made is plain, "what forks stays in Python"
+    return made
+
+sequential = BidirectionalRecurrentLSTM.forward
+print(torch.allclose(like(ens, forward)(x), expected, atol=1e-6))
+BidirectionalRecurrentLSTM.forward = sequential
+
+def forward(self, x : torch.Tensor) -> torch.Tensor:
+    # Launch tasks for each model
+    futures : List[torch.jit.Future[torch.Tensor]] = []
+    for model in self.models:
+        futures.append(torch.jit.fork(model, x))
+
+    # Collect the results from the launched tasks
+    results : List[torch.Tensor] = []
+    for future in futures:
+        results.append(torch.jit.wait(future))
+
+    return torch.stack(results).sum(dim=0)
+
+print(torch.allclose(like(ens, forward_of_all=forward)(x), expected, atol=1e-6))
+
+def forward(self, x : torch.Tensor) -> torch.Tensor:
+    futures = [torch.jit.fork(model, x) for model in self.models]
+    results = [torch.jit.wait(fut) for fut in futures]
+    return torch.stack(results).sum(dim=0)
+
+print(torch.allclose(like(ens, forward_of_all=forward)(x), expected, atol=1e-6))
+"""
+
+
+def test_programs_that_fork_print_what_they_say(ray_cluster, tmp_path):
+    # source of scripted functions is read from a file
+    parts = [FORK_IMPORT, FORK_ONE, FORK_MANY, FORK_LSTM]
+    (tmp_path / "forks.py").write_text("".join(parts))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAYRPC_FORK_WORKERS": "2"}
+    run = Run([sys.executable, "forks.py"], environ, tmp_path)
+    status = run.end()
+    run.process.stdout.close()
+    printed = [line for line in run.output.splitlines() if line.startswith(("(", "tensor", "True"))]
+    assert status == 0 and printed == [
+        "(tensor([-1.]), tensor([-1.]))",
+        "tensor(-100.)",
+        *["True"] * 3,
+    ], run.output
