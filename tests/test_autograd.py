@@ -51,6 +51,7 @@ class TestGradients:
         x = torch.rand(3, 3).to_sparse().requires_grad_()
         with autograd.context() as context_id:
             y = rpc.rpc_sync("alice", torch.mul, args=(x, 3.0))
+            y = rpc.rpc_sync("bob", torch.mul, args=(y, 1.0))
             autograd.backward(context_id, [torch.sparse.sum(y)])
             gradient = autograd.get_gradients(context_id)[x]
         torch.testing.assert_close(gradient.to_dense(), torch.full((3, 3), 3.0))

@@ -128,12 +128,13 @@ class _Touch(torch.autograd.Function):
 
 
 def _edge_to(tensor: torch.Tensor) -> GradientEdge:
-    if tensor.grad_fn is not None or tensor.layout is torch.strided:
+    if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
-    touch: Any = _Touch  # torch takes a view of a leaf, which a sparse tensor has not
+    touch: Any = _Touch  # torch takes a view of the tensor, which a sparse one has not
     with torch.enable_grad():
-        ((node, number),) = touch.apply(tensor).grad_fn.next_functions
-    return GradientEdge(node, number, None)
+        owner = touch.apply(tensor).grad_fn
+    ((node, number),) = owner.next_functions
+    return GradientEdge(node, number, owner)
 
 
 class _Receive(torch.autograd.Function):
