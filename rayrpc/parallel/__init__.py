@@ -1,0 +1,1 @@
+"""The API of ``machin.parallel``, on rayrpc; import its modules: ``distributed``, ..."""

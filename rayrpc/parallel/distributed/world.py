@@ -1,0 +1,191 @@
+"""The world: all processes of a program, by rank and name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rayrpc import api
+from rayrpc._runtime import current
+from rayrpc.errors import RpcError
+from rayrpc.options import TensorPipeRpcBackendOptions
+from rayrpc.parallel.distributed import lookup, rpc_group
+from rayrpc.parallel.distributed.collective_group import CollectiveGroup
+from rayrpc.parallel.distributed.rpc_group import RpcGroup
+
+__all__ = ["World", "get_cur_name", "get_cur_rank", "get_world", "is_world_initialized"]
+
+_world: World | None = None
+
+
+class World:
+    """All processes of a program; make one in each.
+
+    Args:
+        name (str): of this process, unique.
+        rank, world_size (int): of this process, and how many there are; -1: as the environment
+            says (``RANK``, ``WORLD_SIZE``).
+        init_dist (bool): initialize ``torch.distributed``.
+        init_rpc (bool): initialize RPC; else it is initialized already.
+        dist_backend (str): "gloo" or "nccl".
+        dist_init_method (str): where the processes meet for ``torch.distributed``.
+        rpc_init_method (str): ... and for RPC.
+        dist_timeout, rpc_timeout (float): of operations and of calls, in seconds.
+
+    Raises:
+        RuntimeError: this process has a world already.
+
+    Source: ``machin.parallel.distributed.World``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int = -1,
+        init_dist: bool = True,
+        init_rpc: bool = True,
+        dist_backend: str = "gloo",
+        dist_init_method: str = "tcp://localhost:9100",
+        rpc_init_method: str = "tcp://localhost:9101",
+        dist_timeout: float = 60,
+        rpc_timeout: float = 60,
+    ) -> None:
+        global _world
+        if _world is not None:
+            raise RuntimeError("this process has a world already: stop() it before another")
+        if init_rpc:
+            rank = rank if rank >= 0 else int(os.environ["RANK"])
+            world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
+            options = TensorPipeRpcBackendOptions(
+                init_method=rpc_init_method, rpc_timeout=rpc_timeout
+            )
+            api.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        infos = current.get_agent().get_worker_infos()
+        self.rank = current.get_agent().info.id
+        self.name = current.get_agent().info.name
+        self.world_size = len(infos)
+        self.rank_name_map = {info.id: info.name for info in infos}
+        self.lut_manager = lookup.place()
+        self.rpc_timeout = rpc_timeout
+        self.groups = rpc_group.groups
+        self.started = True
+        self._owns_dist, self._owns_rpc = init_dist, init_rpc
+        if init_dist:
+            dist.init_process_group(
+                dist_backend,
+                init_method=dist_init_method,
+                timeout=timedelta(seconds=dist_timeout),
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+        _world = self
+
+    def stop(self) -> None:
+        """End what this world initialized, once all its processes do.
+
+        Raises:
+            RuntimeError: it was stopped before.
+        """
+        global _world
+        if not self.started:
+            raise RuntimeError(f"the world of {self.name!r} was stopped already")
+        self.started = False
+        for group in list(self.groups.values()):
+            with contextlib.suppress(RpcError):  # who has the table may be gone
+                group.destroy()
+        if self._owns_rpc:
+            api.shutdown()
+        if self._owns_dist and dist.is_initialized():
+            dist.destroy_process_group()
+        rpc_group.forget()
+        _world = None
+
+    def create_collective_group(
+        self, ranks: list[int], timeout: float = 60, backend: Any = None
+    ) -> CollectiveGroup:
+        """Make a group for collective communication; every process of the world calls this.
+
+        Args:
+            ranks (list[int]): of the members.
+            timeout (float): of operations, in seconds.
+            backend (str): "gloo" or "nccl"; None: the world's.
+        """
+        ranks = sorted(ranks)
+        group = dist.new_group(ranks, timedelta(seconds=timeout), backend)
+        return CollectiveGroup(group, ranks.index(self.rank) if self.rank in ranks else None)
+
+    def create_rpc_group(self, group_name: str, members: list[str]) -> RpcGroup:
+        """Make a group for calls, and wait until all members do.
+
+        Args:
+            group_name (str): unique.
+            members (list[str]): names of processes, this one among them.
+
+        Raises:
+            RuntimeError: this process is no member, or has the group already.
+            WorkerDiedError: a member died.
+        """
+        if self.name not in members:
+            raise RuntimeError(
+                f"process {self.name!r} cannot create group {group_name!r}: it is not among its "
+                f"members {members}"
+            )
+        if group_name in self.groups:
+            raise RuntimeError(f"process {self.name!r} has a group {group_name!r} already")
+        group = self.groups[group_name] = RpcGroup(group_name, members)
+        try:
+            group._meet("create")
+        except BaseException:
+            del self.groups[group_name]
+            raise
+        return group
+
+    def get_ranks(self) -> list[int]:
+        """Return the ranks of all processes."""
+        return list(self.rank_name_map)
+
+    def get_members(self) -> list[str]:
+        """Return the names of all processes."""
+        return list(self.rank_name_map.values())
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("a World cannot be sent: make it in each process")
+
+
+def _initialized() -> World:
+    if _world is None:
+        raise RuntimeError("this process has no world: make a World(name, rank, world_size) first")
+    return _world
+
+
+def get_world() -> World | None:
+    """Return this process's world; None: it has none."""
+    return _world
+
+
+def is_world_initialized() -> bool:
+    """Tell whether this process has a world."""
+    return _world is not None
+
+
+def get_cur_rank() -> int:
+    """Return the rank of this process.
+
+    Raises:
+        RuntimeError: it has no world.
+    """
+    return _initialized().rank
+
+
+def get_cur_name() -> str:
+    """Return the name of this process.
+
+    Raises:
+        RuntimeError: it has no world.
+    """
+    return _initialized().name
