@@ -8,7 +8,6 @@ Each model runs on one thread, here or on a worker.  Rounds alternate; the table
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 
@@ -59,7 +58,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--length", type=int, default=50)
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ensemble = Ensemble(args.models, args.width)
@@ -69,6 +67,8 @@ def main() -> None:
         for workers in args.workers:
             rpc.configure(fork_workers=workers)
             assert torch.allclose(ensemble(x, True), ensemble(x, False), atol=1e-5)
+            for number in range(workers):
+                rpc.rpc_sync(f"fork-{number}", torch.set_num_threads, args=(1,))
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(args.rounds):
                 for forked, found in times.items():
