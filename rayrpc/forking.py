@@ -92,12 +92,10 @@ class _Workers:
         self._tasks: dict[str, int] = {}  # under way
         self._turn = itertools.count()
 
-    def take(self) -> str | None:
-        """Return the worker with the fewest of our tasks, to be given back; None: none is there."""
+    def take(self) -> str:
+        """Return the worker with the fewest of our tasks, to be given back."""
         with self._lock:
             names = self._names()
-            if not names:
-                return None
             first = next(self._turn) % len(names)
             name = min(names[first:] + names[:first], key=lambda name: self._tasks.get(name, 0))
             self._tasks[name] = self._tasks.get(name, 0) + 1
@@ -112,12 +110,12 @@ class _Workers:
         if not (names := self._members()):
             from rayrpc.launch.forkers import start_forkers
 
-            if not current.is_set() or not current.get_agent().is_static_group:
-                start_forkers(PREFIX)
+            start_forkers(PREFIX)
             names = self._members()
         return names
 
     def _members(self) -> list[str]:
+        """Return the workers for tasks; of a group of fixed size, which gets no others, all."""
         if not current.is_set():
             return []
         agent = current.get_agent()
@@ -155,10 +153,6 @@ def start(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _send(func: Any, args: Any, kwargs: Any, grad: bool, result: Any) -> None:
     worker = _workers.take()
-    if worker is None:  # a group of one
-        with torch.set_grad_enabled(grad):
-            _complete(result, lambda: func(*args, **kwargs))
-        return
     try:
         task, leaves = _pack(func, args, kwargs, grad, worker)
         future = call_outside(current.get_agent().lookup(worker).id, _run, (task,), NO_TIMEOUT)

@@ -67,6 +67,17 @@ class TestDeaths:
             assert time.monotonic() - killed[0] < SECONDS
         assert eventually(lambda: contexts_at("carol") == 0)
 
+    def test_a_pass_that_needs_a_worker_that_is_gone_fails(self, doomed, leaves):
+        x, w = leaves
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("carol", targets.step, args=(x, w))
+            os.kill(doomed["carol"], signal.SIGKILL)
+            agent = rpc.api._get_current_rpc_agent()
+            assert eventually(lambda: "carol" not in [i.name for i in agent.get_worker_infos()])
+            with pytest.raises(RuntimeError, match=r"carol|could not find destination"):
+                autograd.backward(context_id, [y.sum()])
+        assert autograd._get_debug_info()["num_current_backward_passes"] == "0"
+
     def test_contexts_end_with_the_worker_that_opened_them(self, doomed, leaves):
         x, w = leaves
         opened = rpc.remote("carol", open_and_wait, args=(x, w))

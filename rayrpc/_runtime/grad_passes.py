@@ -273,21 +273,29 @@ class LedPass(Pass):
         This thread waits for the answer to the last of its calls itself, so that no other has to
         wake up.
         """
-        for worker in self._at_once:  # who gets gradients from here alone is told along with them
-            self._tell(worker, {})
-        self.begin(roots)
-        while True:
-            with self._lock:
-                asked = self._asked
-                self._asked = [] if asked and not self._is_over else None
-            if not asked or self._asked is None:
-                break
-            for call in asked[:-1]:
-                super()._call(*call)
-            worker, func, args = asked[-1]
-            self._answered(worker, start_outside(worker, func, args, NO_TIMEOUT))
+        try:
+            for worker in self._at_once:  # who gets gradients from here alone hears with them
+                self._tell(worker, {})
+            self.begin(roots)
+            while asked := self._take_asked():
+                for call in asked[:-1]:
+                    super()._call(*call)
+                worker, func, args = asked[-1]
+                self._answered(worker, start_outside(worker, func, args, NO_TIMEOUT))
+        except BaseException as exc:  # a worker cannot be reached
+            self.fail(exc)
         step_aside()
         self.future.wait()
+
+    def _take_asked(self) -> list[tuple[int, Any, Any]]:
+        """Return the calls to make now; none: this thread makes no more."""
+        with self._lock:
+            asked = self._asked
+            if not asked or self._is_over:
+                self._asked = None
+                return []
+            self._asked = []
+            return asked
 
     def gone(self, worker: int, error: WorkerDiedError) -> None:
         """End the pass, if a worker that takes part died."""
