@@ -235,4 +235,6 @@ def test_a_worker_that_dies_is_an_error(forkers):
     os.kill(pids["fork-1"], signal.SIGKILL)
     with pytest.raises(errors.WorkerDiedError, match="fork-"):
         jit.wait(future)
+    agent = current.get_agent()
+    assert eventually(lambda: not {info.name for info in agent.get_worker_infos()} & {*forkers})
     assert jit.wait(jit.fork(pid_of, 0)) not in pids.values()  # others take their place

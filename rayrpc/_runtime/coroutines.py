@@ -8,6 +8,7 @@ worker needs: such a loop is left to the coroutines that it has, and new ones ge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import types
@@ -77,19 +78,24 @@ class Coroutines:
         if self._current is None:
             self._current = _Loop(f"{self._name}-{len(self._loops)}", self._take, self._leave)
             self._loops.add(self._current)
-        self._current.wake()
+        if self._current.is_idle:
+            self._current.is_idle = False
+            self._current.wake()
 
-    def _take(self) -> tuple[Coroutine[Any, Any, Any], Done] | None:
+    def _take(self, loop: _Loop) -> tuple[Coroutine[Any, Any, Any], Done] | None:
         with self._lock:
-            self._taken += 1
-            return self._queue.popleft() if self._queue else None
+            if loop is self._current and self._queue:
+                self._taken += 1
+                return self._queue.popleft()
+            loop.is_idle = True
+            return None
 
     def _leave(self, loop: _Loop, ends: bool) -> None:
         """Give a loop no more coroutines; ``ends``: it has run all that it had."""
         with self._lock:
             if self._current is loop:
                 self._current = None
-                for _ in self._queue:
+                if self._queue:
                     self._wake()
             if ends:
                 self._loops.discard(loop)
@@ -114,18 +120,20 @@ class _Loop:
     def __init__(
         self,
         name: str,
-        take: Callable[[], tuple[Coroutine[Any, Any, Any], Done] | None],
+        take: Callable[[_Loop], tuple[Coroutine[Any, Any, Any], Done] | None],
         leave: Callable[[_Loop, bool], None],
     ) -> None:
         self._take = take
         self._leave = leave
         self._count = 0
         self._is_retired = False
+        #: it does not look into the queue by itself
+        self.is_idle = True
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def wake(self) -> None:
-        """Have it take a coroutine from the queue."""
+        """Have it take what is in the queue."""
         self._loop.call_soon_threadsafe(self._next)
 
     def retire(self) -> None:
@@ -134,28 +142,36 @@ class _Loop:
             return
         self._is_retired = True
         self._leave(self, False)
-        self._loop.call_soon_threadsafe(self._end_if_empty)
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end_if_empty)
 
     def end(self) -> None:
-        """End it soon."""
+        """End it soon, and what runs in it."""
         self._is_retired = True
-        self._loop.call_soon_threadsafe(self._cancel)
+        with contextlib.suppress(RuntimeError):  # it has just ended by itself
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         with when_blocking(self.retire):
             self._loop.run_forever()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
         self._leave(self, True)
 
     def _next(self) -> None:
-        if self._is_retired or (taken := self._take()) is None:
+        taken = self._take(self)
+        if taken is None:
             return
         coroutine, done = taken
         self._count += 1
         task = self._loop.create_task(coroutine)
         task.add_done_callback(lambda ended: self._done(ended, done))
+        self._loop.call_soon(self._next)  # after its first step, which may block
 
     def _done(self, task: asyncio.Task[Any], done: Done) -> None:
         self._count -= 1
@@ -171,11 +187,6 @@ class _Loop:
     def _end_if_empty(self) -> None:
         if self._is_retired and not self._count:
             self._loop.stop()
-
-    def _cancel(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.call_soon(self._loop.stop)
 
 
 @types.coroutine
