@@ -65,10 +65,9 @@ def main() -> None:
     print(f"{args.models} models of width {args.width}, {args.length} steps")
     with torch.no_grad():
         for workers in args.workers:
-            rpc.configure(fork_workers=workers)
+            one_thread = {"env_vars": {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}}
+            rpc.configure(fork_workers=workers, runtime_env=one_thread)
             assert torch.allclose(ensemble(x, True), ensemble(x, False), atol=1e-5)
-            for number in range(workers):
-                rpc.rpc_sync(f"fork-{number}", torch.set_num_threads, args=(1,))
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(args.rounds):
                 for forked, found in times.items():
