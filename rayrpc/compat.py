@@ -125,7 +125,6 @@ TABLE: list[tuple[str, str, str, str | None]] = [
 
 _MISSING = object()
 _undo: list[tuple[Any, str, Any]] = []
-_undo_jit: list[tuple[Any, str, Any]] = []
 
 
 def is_available() -> bool:
@@ -147,12 +146,16 @@ def install(jit: bool = False) -> None:
         jit (bool): replace ``torch.jit.fork``, ``wait`` and ``script`` by those of ``rayrpc.jit``,
             too: tasks run on the cluster, and what forks them is not compiled.
     """
-    if jit and not _undo_jit:
+    if not _undo:
+        _install_rpc()
+    if jit:
         torchs, ours = map(importlib.import_module, ("torch.jit", "rayrpc.jit"))
-        for each in ("fork", "script", "wait"):
-            _set(torchs, each, getattr(ours, each), _undo_jit)
-    if _undo:
-        return
+        for name in ("fork", "script", "wait"):
+            if getattr(torchs, name) is not getattr(ours, name):
+                _set(torchs, name, getattr(ours, name))
+
+
+def _install_rpc() -> None:
     rpc = _rpc_package()
     for name, home in {**MODULES, **LATE_MODULES}.items():
         _set(sys.modules, name, importlib.import_module(home))
@@ -167,8 +170,8 @@ def install(jit: bool = False) -> None:
 
 def uninstall() -> None:
     """Put back what ``install()`` replaced."""
-    while _undo or _undo_jit:
-        target, name, old = (_undo or _undo_jit).pop()
+    while _undo:
+        target, name, old = _undo.pop()
         if isinstance(target, dict):
             if old is _MISSING:
                 target.pop(name, None)
@@ -180,12 +183,12 @@ def uninstall() -> None:
             setattr(target, name, old)
 
 
-def _set(target: Any, name: str, value: Any, undo: list[tuple[Any, str, Any]] = _undo) -> None:
+def _set(target: Any, name: str, value: Any) -> None:
     if isinstance(target, dict):
-        undo.append((target, name, target.get(name, _MISSING)))
+        _undo.append((target, name, target.get(name, _MISSING)))
         target[name] = value
     else:
-        undo.append((target, name, getattr(target, name, _MISSING)))
+        _undo.append((target, name, getattr(target, name, _MISSING)))
         setattr(target, name, value)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc._runtime.grad_hook import call_outside, start_outside
-from rayrpc._runtime.outcome import Error, Outcome, Value, complete
+from rayrpc._runtime.outcome import Error, Outcome, attempt, complete
 from rayrpc.functions import async_execution
 from rayrpc.rref import RRef
 
@@ -144,7 +143,7 @@ def start(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             _send(func, args, kwargs, grad, result)
         except Exception as exc:
-            result.set_exception(exc)
+            complete(result, Error(exc))
 
     all_of: Any = collect_all(waits)
     all_of.add_done_callback(go)
@@ -162,16 +161,9 @@ def _send(func: Any, args: Any, kwargs: Any, grad: bool, result: Any) -> None:
 
     def arrived(done: Any) -> None:
         _workers.give_back(worker)
-        _complete(result, lambda: _unpack(done.value(), leaves))
+        complete(result, attempt(lambda: _unpack(done.value(), leaves)))
 
     future.add_done_callback(arrived)
-
-
-def _complete(future: Any, compute: Callable[[], Any]) -> None:
-    try:
-        future.set_result(compute())
-    except Exception as exc:
-        complete(future, Error(exc))
 
 
 def _pack(
@@ -190,7 +182,7 @@ def _pack(
         if isinstance(value, _Module):
             return keep(value)
         if isinstance(value, Future):
-            return _Settled(_outcome(value))
+            return _Settled(attempt(value.wait))
         if isinstance(value, torch.Tensor) and value.requires_grad:
             inputs.append(value)
             return _Slot(len(inputs) - 1)
@@ -211,13 +203,6 @@ def _pack(
     bare = [each.detach() for each in inputs]
     task = _Task(func, args, kwargs, grad, bare, list(modules.values()))
     return task, [*inputs, *joined] if grad else []
-
-
-def _outcome(future: Any) -> Outcome[Any]:
-    try:
-        return Value(future.wait())
-    except Exception as exc:
-        return Error(exc)
 
 
 class _Modules:
@@ -356,7 +341,7 @@ def _reply(value: Any, leaves: list[torch.Tensor]) -> Any:
     reply: Any = Future()
 
     def send(_: Any = None) -> None:
-        settled = tree_map_only(Future, lambda future: _Settled(_outcome(future)), packed)
+        settled = tree_map_only(Future, lambda future: _Settled(attempt(future.wait)), packed)
         reply.set_result((settled, [result.detach() for result in results], graph))
 
     if waits:

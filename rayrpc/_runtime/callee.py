@@ -20,7 +20,7 @@ from rayrpc._runtime.devices import DeviceRoutes, refuse
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._runtime.outcome import Error, Outcome, Value
+from rayrpc._runtime.outcome import Error, Outcome, Value, attempt
 from rayrpc._runtime.remote_errors import RemoteException, describe
 from rayrpc._runtime.rref_context import RRefContext
 from rayrpc._runtime.tensors import NoDeviceError
@@ -168,10 +168,10 @@ class Callee:
             )
             return self._end(frame, cell, Error(error), call)
         if value.done():
-            return self._end(frame, cell, _outcome(value), call)
+            return self._end(frame, cell, attempt(value.value), call)
         deferred = Deferred()
         value.add_done_callback(
-            lambda done: deferred.set(self._end(frame, cell, _outcome(done), call))
+            lambda done: deferred.set(self._end(frame, cell, attempt(done.value), call))
         )
         return deferred
 
@@ -313,13 +313,6 @@ class Callee:
 _AnyFuture: Any = Future.__mro__[1]
 
 _NONE = Payload(pickle.dumps(None, 5), [])
-
-
-def _outcome(future: Any) -> Outcome[Any]:
-    try:
-        return Value(future.value())
-    except BaseException as exc:
-        return Error(exc)
 
 
 def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-__all__ = ["Error", "Outcome", "Value", "complete", "fresh"]
+__all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh"]
 
 T = TypeVar("T")
 
@@ -62,6 +63,14 @@ def fresh(error: BaseException) -> BaseException:
 
 
 Outcome = Value[T] | Error
+
+
+def attempt(compute: Callable[[], T]) -> Outcome[T]:
+    """Return what comes of a computation."""
+    try:
+        return Value(compute())
+    except BaseException as exc:
+        return Error(exc)
 
 
 def complete(future: Any, outcome: Outcome[Any]) -> None:

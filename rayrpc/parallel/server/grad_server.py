@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rayrpc.parallel.distributed import RpcGroup
-from rayrpc.parallel.server.model_server import state_of, version_of
+from rayrpc.parallel.server.model_server import PushPullModelServer
 from rayrpc.parallel.server.ordered_server import (
     OrderedServerBase,
     OrderedServerSimple,
@@ -282,12 +282,5 @@ class PushPullGradServerImpl:
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        version = version_of(self.model)
-        if self.o_server.push(self.model_name, state_of(self.model), version + 1, version):
-            self.model.pp_version = version + 1  # type: ignore[assignment]
-            return
-        # another has pushed: its parameters are the newest, as they are for clients
-        found = self.o_server.pull(self.model_name)
-        if found is not None:
-            self.model.load_state_dict(found[0])
-            self.model.pp_version = found[1]
+        # if another has pushed, its parameters are the newest here, as they are for clients
+        PushPullModelServer(self.model_name, self.o_server).push(self.model)

@@ -14,10 +14,10 @@ from rayrpc.parallel.server.ordered_server import (
     OrderedServerSimpleImpl,
 )
 
-__all__ = ["PushPullModelServer", "PushPullModelServerImpl", "state_of"]
+__all__ = ["PushPullModelServer", "PushPullModelServerImpl"]
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of a model's state, in host memory."""
     return {
         name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
@@ -25,7 +25,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def version_of(model: Any) -> int:
+def _version_of(model: Any) -> int:
     """Return the version that a model has: of the last push or pull; 0: of none."""
     return int(getattr(model, "pp_version", 0))
 
@@ -54,8 +54,8 @@ class PushPullModelServer:
         Returns:
             Whether the server took it.
         """
-        version = version_of(model)
-        if self.o_server.push(self.model_name, state_of(model), version + 1, version):
+        version = _version_of(model)
+        if self.o_server.push(self.model_name, _state_of(model), version + 1, version):
             model.pp_version = version + 1  # type: ignore[assignment]
             return True
         if pull_on_fail:
@@ -78,7 +78,7 @@ class PushPullModelServer:
         if found is None:
             return False
         state, version = found
-        if force or not hasattr(model, "pp_version") or version_of(model) < version:
+        if force or not hasattr(model, "pp_version") or _version_of(model) < version:
             model.load_state_dict(state)
             model.pp_version = version
         return True
