@@ -297,6 +297,15 @@ def test_the_ranks_agree(printed, section):
     assert printed.count(f"passed {section} ") == 3, printed
 
 
+@pytest.mark.parametrize(
+    ("given", "missing"), [({"world_size": 2}, "rank"), ({"rank": 0}, "world_size")]
+)
+def test_a_world_that_lacks_a_number_says_which(monkeypatch, given, missing):
+    monkeypatch.setenv(missing.upper(), "many")
+    with pytest.raises(ValueError, match=f"process 'lonely' needs its {missing}.*'many'"):
+        World("lonely", **given)
+
+
 # -- workers that come and go ---------------------------------------------------------------------
 
 

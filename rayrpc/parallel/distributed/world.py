@@ -38,6 +38,7 @@ class World:
 
     Raises:
         RuntimeError: this process has a world already.
+        ValueError: its rank, or the size, is neither given nor in the environment.
 
     Source: ``machin.parallel.distributed.World``.
     """
@@ -59,8 +60,8 @@ class World:
         if _world is not None:
             raise RuntimeError("this process has a world already: stop() it before another")
         if init_rpc:
-            rank = rank if rank >= 0 else int(os.environ["RANK"])
-            world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
+            rank = rank if rank >= 0 else _from_environment(name, "rank")
+            world_size = world_size if world_size > 0 else _from_environment(name, "world_size")
             options = TensorPipeRpcBackendOptions(
                 init_method=rpc_init_method, rpc_timeout=rpc_timeout
             )
@@ -155,6 +156,16 @@ class World:
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("a World cannot be sent: make it in each process")
+
+
+def _from_environment(name: str, what: str) -> int:
+    value = os.environ.get(what.upper(), "")
+    if not value.isdecimal():
+        raise ValueError(
+            f"the world of process {name!r} needs its {what}: pass it, or set {what.upper()} in "
+            f"the environment, where it is {value!r}"
+        )
+    return int(value)
 
 
 def _initialized() -> World:
