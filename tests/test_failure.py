@@ -273,6 +273,24 @@ def test_survivors_of_a_static_group_are_not_held_up(ray_cluster, start, script,
     assert all("survived" in run.output for run in runs[1:])
 
 
+# -- a program that does not say goodbye ----------------------------------------------------------
+
+ENDS = """
+import sys
+import rayrpc
+rayrpc.start_workers(["a"])
+rayrpc.rpc_sync("a", max, (1, 2))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_programs_may_end_without_shutdown(ray_cluster, start, script):
+    path = script(ENDS)
+    # threads that use Ray when it is gone make two of three end with 1, or a signal
+    runs = [start(path, str(status)) for status in (0, 3, 0)]
+    assert [(run.end(), run.output) for run in runs] == [(0, ""), (3, ""), (0, "")]
+
+
 # -- nothing is left ------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent
 
 __all__ = ["get_agent", "is_set", "set_agent"]
+
+logger = logging.getLogger(__name__)
 
 _agent: Agent | None = None
 
@@ -38,6 +42,18 @@ def set_agent(agent: Agent | None) -> None:
     """Make an agent, or none, the current one."""
     global _agent
     _agent = agent
+    atexit.unregister(_leave)
+    if agent is not None:
+        atexit.register(_leave)  # so it runs before what the transport's libraries registered
+
+
+def _leave() -> None:
+    """Stop an agent that the program did not shut down: its threads must not outlive Ray."""
+    if _agent is not None:
+        try:
+            _agent.shutdown()
+        except Exception:
+            logger.warning("could not leave the group at the end of the program", exc_info=True)
 
 
 # A forked child has neither the agent's threads nor its connections.

@@ -373,6 +373,10 @@ class RayTransport(Transport):
                 if not self._closed:
                     logger.error("the relay of this worker is gone: no peer can reach it")
                 return
+            except SystemExit:  # what Ray raises in its users' threads
+                if not self._closed:
+                    logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
+                return
             except Exception:
                 if not self._closed:
                     raise

@@ -320,6 +320,8 @@ class RayDirectory(Directory):
             ) from exc
 
     def leave(self) -> None:
+        if not ray.is_initialized():  # any more: it saw us go
+            return
         with contextlib.suppress(RayError):
             ray.get(self._actor.leave.remote(self._token), timeout=10)
 

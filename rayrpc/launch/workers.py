@@ -63,6 +63,8 @@ class WorkerGroup:
     def stop(self) -> None:
         """End these workers; ``rpc.shutdown()`` in the process that started them does, too."""
         actors, self._actors = self._actors, {}
+        if not ray.is_initialized():  # any more: they ended with it
+            return
         refs = [actor.leave_group.remote() for actor in actors.values()]
         ray.wait(refs, num_returns=len(refs), timeout=5)
         _end(actors, self._placed)
