@@ -31,26 +31,24 @@ from rayrpc._runtime.outcome import Error, Outcome, Value
 from rayrpc._runtime.threads import ThreadCache
 from rayrpc._transports.base import Deferred, Pending, PendingReply, Serve, Transport, served
 from rayrpc._transports.ray_cluster import through_client
+from rayrpc._transports.ray_hosted import hosted_endpoint
 from rayrpc._transports.ray_standins import (
     DEFERRED,
     RELAY_GROUPS,
     Address,
     Relay,
-    Watch,
     Wire,
     from_wire,
     to_wire,
 )
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
-__all__ = ["HostedEndpoint", "RayTransport", "cause_of", "hosted_endpoint"]
+__all__ = ["RayTransport", "cause_of"]
 
 logger = logging.getLogger(__name__)
 
 # How long a worker that leaves lets its last replies go out.
 CLOSE_SECONDS = 1.0
-# How long a call waits for a worker that is admitted to its group, but not serving yet.
-PLUG_SECONDS = 10.0
 
 Late = tuple[PendingReply, str | None]
 
@@ -134,67 +132,6 @@ class _RayPending(Pending):
         self._ref._on_completed(completed)
 
 
-class HostedEndpoint:
-    """What the calls to a worker that is itself an actor arrive at.
-
-    The actor forwards to it; a transport plugs itself in while its worker is in a group.
-
-    Args:
-        name (str): the actor's.
-        threads (int): size of the concurrency group that serves calls.
-    """
-
-    def __init__(self, name: str, threads: int) -> None:
-        self.name = name
-        self.watch = Watch()
-        self._threads = threads
-        self._busy = 0
-        self._lock = threading.Lock()
-        self._transport: RayTransport | None = None
-        self._plugged = threading.Event()
-
-    def expect(self) -> None:
-        """Let calls wait: a transport will be plugged in soon."""
-        self._plugged.clear()
-
-    def plug(self, transport: RayTransport | None) -> None:
-        """Serve by ``transport`` from now on; None: refuse calls."""
-        self._transport = transport
-        self._plugged.set()
-
-    def call(self, wire: Wire) -> Wire:
-        """Serve a peer's frame in this thread, which the actor gave."""
-        # a peer that was admitted with us may call before our init_rpc has returned
-        self._plugged.wait(PLUG_SECONDS)
-        transport = self._transport
-        if transport is None:
-            raise CallError("RPC is not running in this process (any more)")
-        with self._lock:
-            self._busy += 1
-            may_block = self._busy < self._threads
-        try:
-            return transport._answer(wire, may_block)
-        finally:
-            with self._lock:
-                self._busy -= 1
-
-    def deliver(self, call_id: int, wire: Wire) -> None:
-        """Take the late reply to a call of this worker."""
-        if self._transport is not None:
-            self._transport._arrived(call_id, wire)
-
-
-_hosted: HostedEndpoint | None = None
-
-
-def hosted_endpoint(endpoint: HostedEndpoint | None = None) -> HostedEndpoint | None:
-    """Return the endpoint of this process, which is set once if it is a worker's actor."""
-    global _hosted
-    if endpoint is not None:
-        _hosted = endpoint
-    return _hosted
-
-
 class RayTransport(Transport):
     """Call peers through their stand-ins; serve by this process's own.
 
@@ -224,9 +161,9 @@ class RayTransport(Transport):
         self._giving = False
         self._handles: dict[str, Any] = {}  # of peers' stand-ins, by token
         self._plain = through_client()
-        self._hosted = hosted_endpoint()
+        endpoint = hosted_endpoint()
+        self._hosted = endpoint and endpoint.take()
         if self._hosted is not None:
-            self._hosted.expect()
             self._address = Address(self._hosted.name, namespace)
         else:
             self._address = Address(f"{worker}#{token}", namespace)

@@ -10,6 +10,7 @@ import ray
 
 from rayrpc import api, compat, config, startup
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.ids import WorkerInfo
 from rayrpc._transports.ray_cluster import connect
 from rayrpc.config import WorkerResources
@@ -26,7 +27,7 @@ from rayrpc.launch.placement import (
 )
 from rayrpc.launch.program import Program
 
-__all__ = ["WorkerGroup", "start_with", "start_workers"]
+__all__ = ["WorkerGroup", "start_into", "start_with", "start_workers"]
 
 
 class WorkerGroup:
@@ -67,13 +68,9 @@ class WorkerGroup:
             return
         refs = [actor.leave_group.remote() for actor in actors.values()]
         ray.wait(refs, num_returns=len(refs), timeout=5)
-        _end(actors, self._placed)
-
-
-def _end(actors: dict[str, Any], placed: dict[str, dict[str, Any]]) -> None:
-    for actor in actors.values():
-        ray.kill(actor)
-    free_group(placed)
+        for actor in actors.values():
+            ray.kill(actor)
+        free_group(self._placed)
 
 
 def start_workers(
@@ -127,8 +124,35 @@ def start_with(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
         )
-    method = f"ray://{agent.key}"
     placed = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
+    try:
+        actors = start_into(agent, settings, wanted, placed)
+    except BaseException:
+        free_group(placed)
+        raise
+    group = WorkerGroup(actors, placed)
+    agent.on_shutdown(group.stop)
+    return group
+
+
+def start_into(
+    agent: Agent,
+    settings: config.Settings,
+    wanted: Mapping[str, WorkerResources],
+    placed: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Start workers that join a dynamic group; return their actors by name.
+
+    Args:
+        agent (Agent): a member of the group, of this process.
+        settings: of the workers.
+        wanted: what each asks for.
+        placed: the options that ``placed_options`` gave for them.
+
+    Raises:
+        PlacementError: a worker was not started in time; none is left.
+    """
+    method = f"ray://{agent.key}"
     shared = (
         Program.without_script(),
         this_node(),
@@ -147,10 +171,9 @@ def start_with(
             follow(actor, ray.get, f"({name}) ")
         ray.get([actor.join_group.remote(name, method) for name, actor in actors.items()])
     except BaseException:
-        _end(actors, placed)
+        for actor in actors.values():
+            ray.kill(actor)
         raise
-    group = WorkerGroup(actors, placed)
-    agent.on_shutdown(group.stop)
-    for name in names:
+    for name in wanted:
         agent.lookup(name)  # its news may still be on the way
-    return group
+    return actors
