@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import itertools
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +12,15 @@ from typing import Any
 import ray
 
 from rayrpc import config, startup
+from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray_cluster import connect, through_client
 from rayrpc.errors import PlacementError
 from rayrpc.launch.placement import check_placeable, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
-__all__ = ["Crew", "count_cpus"]
+__all__ = ["OWNER", "Crew", "count_cpus"]
 
+OWNER = "owner"  # the name by which workers know the process that started them
 NO_TIMEOUT = 0.0
 LEAVE_SECONDS = 5.0
 
@@ -27,49 +31,86 @@ def count_cpus() -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
+class _Membership:
+    """This process in the group of its crews, as long as there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._crews = 0
+        self._agent: Any = None
+        self._names = itertools.count()
+
+    def enter(self, settings: config.Settings) -> Agent:
+        """Return the agent, for one crew more."""
+        with self._lock:
+            if self._agent is None:
+                options = startup.default_options(settings)
+                options.init_method = f"ray://crew-{uuid.uuid4().hex[:8]}"
+                self._agent = startup.make_agent(OWNER, -1, None, options, settings)
+                self._agent.start()
+            self._crews += 1
+            agent: Agent = self._agent
+            return agent
+
+    def leave(self) -> None:
+        """Take note that a crew has ended."""
+        with self._lock:
+            self._crews -= 1
+            if self._crews:
+                return
+            agent, self._agent = self._agent, None
+        agent.shutdown()
+
+    def new_name(self) -> str:
+        """Return a name that no worker has had."""
+        return f"worker-{next(self._names)}"
+
+
+_membership = _Membership()
+
+
 class Crew:
     """Start workers, call them, end them; they end with this process at the latest.
 
-    They are a group of their own, which this process is a member of without any call to
-    ``init_rpc``; for them it is the group that they are in.
+    All crews of a process are one group, which the process is a member of without any call to
+    ``init_rpc``; for the workers it is the group that they are in.
 
     Args:
-        me (str): the name by which workers know this process.
         here (bool): start workers on this process's node only.
 
     Raises:
         PlacementError: ``here``, but this process is on no node of the cluster.
     """
 
-    def __init__(self, me: str, here: bool = False) -> None:
+    def __init__(self, here: bool = False) -> None:
         self._settings = config.settings()
         connect(self._settings)
         if here and through_client():
             raise PlacementError(
-                f"{me!r} needs workers on its own node, but this process is outside of the "
-                "cluster (Ray Client): run it on a node, or do not ask for shared memory"
+                "workers that share memory with this process must be on its node, but it is "
+                "outside of the cluster (Ray Client): run it on a node, or send copies"
             )
         self._node = this_node() if here else None
-        options = startup.default_options(self._settings)
-        options.init_method = f"ray://{me}-{uuid.uuid4().hex[:8]}"
-        self._agent = startup.make_agent(me, -1, None, options, self._settings)
-        self._agent.start()
         self._actors: dict[str, Any] = {}
+        self._stopped = False
+        self._agent = _membership.enter(self._settings)
         atexit.register(self.stop)
 
-    def start(self, names: Sequence[str]) -> None:
-        """Start workers, and wait until they serve.
+    def start(self, count: int) -> list[str]:
+        """Start workers, wait until they serve, and return their names.
 
         Raises:
             PlacementError: the cluster has not what the setting ``workers`` asks for.
         """
         settings = self._settings
+        names = [_membership.new_name() for _ in range(count)]
         wanted = {name: settings.resources_for(name) for name in names}
         check_placeable(wanted)
         placed = placed_options(wanted, None, settings.placement_timeout)
         for options in placed.values():
             options["scheduling_strategy"] = self._strategy()
         self._actors.update(start_into(self._agent, settings, wanted, placed))
+        return names
 
     def _strategy(self) -> Any:
         if self._node is None:
@@ -94,10 +135,13 @@ class Crew:
             ray.kill(actor)
 
     def stop(self) -> None:
-        """End all workers at once, and leave their group."""
+        """End all workers at once."""
+        if self._stopped:
+            return
+        self._stopped = True
         atexit.unregister(self.stop)
         actors, self._actors = self._actors, {}
         if ray.is_initialized():
             for actor in actors.values():
                 ray.kill(actor)
-        self._agent.shutdown()
+        _membership.leave()

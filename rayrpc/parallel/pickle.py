@@ -13,7 +13,13 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.multiprocessing.reductions import init_reductions
+from torch.multiprocessing.reductions import (
+    StorageWeakRef,
+    init_reductions,
+    rebuild_storage_filename,
+    reduce_storage,
+    shared_cache,
+)
 
 __all__ = ["Pickler", "dumps", "loads", "mark_static_module"]
 
@@ -47,7 +53,22 @@ def _load(data: bytes) -> Any:
 def _by_reference() -> dict[Any, Any]:
     """Return the reductions that ``torch.multiprocessing`` has, without a lasting change."""
     init_reductions()
-    return dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    reducers = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
+    reducers[torch.UntypedStorage] = _share
+    return reducers
+
+
+def _share(storage: Any) -> Any:
+    """Reduce a storage to the name of its memory, whatever torch's sharing strategy is.
+
+    A file descriptor, which is the other way, can only be handed to children of the same parent.
+    """
+    if storage.device.type != "cpu" or storage.size() == 0:
+        return reduce_storage(storage)
+    place = storage._share_filename_cpu_()
+    shared_cache[place[1]] = StorageWeakRef(storage)
+    storage._shared_incref()  # until it is loaded
+    return rebuild_storage_filename, (type(storage), *place)
 
 
 class Pickler(cloudpickle.Pickler):
@@ -56,8 +77,9 @@ class Pickler(cloudpickle.Pickler):
     Args:
         file: with a ``write`` method that takes bytes.
         recurse (bool): accepted for machin's sake: local functions are pickled in any case.
-        copy_tensor (bool): put the values of tensors into the pickle; else a reference, for
-            tensors that are in shared memory or on a GPU, and processes on the same node.
+        copy_tensor (bool): put the values of tensors into the pickle; else a reference, to be
+            loaded once, by a process on the same node. Tensors on a GPU stay where they are;
+            others are moved to shared memory, if they are not there.
 
     Source: ``machin.parallel.pickle.Pickler``, which is a pickler of dill.
     """

@@ -39,7 +39,6 @@ def test_local_functions_are_taken(recurse):
 
 
 def test_a_reference_is_the_same_memory_in_another_process():
-    torch.multiprocessing.set_sharing_strategy("file_system")
     tensor = torch.zeros(4).share_memory_()
     process = CONTEXT.Process(target=fill, args=(dumps(tensor, copy_tensor=False), 3.0))
     process.start()

@@ -1,0 +1,231 @@
+"""Which worker does which task: the pool's side, which workers ask for more.
+
+A worker that asks brings the results of what it had.  Tasks that turn out to be short are given
+several at a time; what of them was not begun is taken back if others have nothing to do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.futures import Future
+
+from rayrpc.parallel.pool.base import Result, Task
+
+__all__ = ["Board"]
+
+# So much work is given at a time; a message costs a tenth of it.
+GIVE_SECONDS = 0.002
+GIVE_MOST = 256
+# Tasks that take this long, against expectation, are given back if somebody else is idle.
+LATE_SECONDS = 0.05
+
+_Answer = tuple[Any, str, list[Task]]  # what completes with the tasks, of whom, and they
+
+
+@dataclass
+class _Worker:
+    """What the board knows of a worker.
+
+    Args:
+        room (int | None): how many more tasks it takes in its life.
+        given: tasks that it has, by job and index.
+        since (float): when it got them.
+        count (int): how many they were.
+        asks (Future | None): what completes with its next tasks.
+    """
+
+    room: int | None
+    given: dict[tuple[int, int], Task] = field(default_factory=dict)
+    since: float = 0.0
+    count: int = 0
+    asks: Any = None
+    has_asked: bool = False
+
+
+class Board:
+    """Hand out tasks.
+
+    Args:
+        done: takes each result, once.
+        pack: makes of a worker's name and its next tasks what is sent to it.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[Result], None],
+        pack: Callable[[str, list[Task]], Any] = lambda _, tasks: tasks,
+    ) -> None:
+        self._done = done
+        self._pack = pack
+        self._lock = threading.Lock()
+        self._tasks: deque[Task] = deque()
+        self._single: set[tuple[int, int]] = set()  # tasks that go alone
+        self._workers: dict[str, _Worker] = {}
+        self._idle: deque[str] = deque()
+        self._seconds = GIVE_SECONDS  # that a task takes, with its message
+        self._closed = False
+
+    def add(self, name: str, room: int | None) -> None:
+        """Take in a worker that may do ``room`` tasks."""
+        with self._lock:
+            self._workers[name] = _Worker(room)
+
+    def remove(self, name: str, error: BaseException) -> bool:
+        """Let go of a worker; tasks that it had fail.  Tell whether it ever asked for one."""
+        with self._lock:
+            worker = self._workers.pop(name, None)
+            if worker is None:
+                return True
+            if name in self._idle:
+                self._idle.remove(name)
+        if worker.asks is not None:
+            worker.asks.set_result(None)
+        for job, index in worker.given:
+            self._done((job, index, (False, error)))
+        return worker.has_asked
+
+    def put(self, task: Task) -> None:
+        """Take in a task."""
+        with self._lock:
+            self._tasks.append(task)
+            answers = self._match()
+        self._send(answers)
+
+    def close(self, drop: bool = False) -> None:
+        """Answer workers that find no task with None, from now on.
+
+        Args:
+            drop (bool): forget the tasks that nobody has taken.
+        """
+        with self._lock:
+            self._closed = True
+            if drop:
+                self._tasks.clear()
+            answers = self._match()
+        self._send(answers)
+
+    def report(self, name: str, results: list[Result]) -> None:
+        """Take results of a worker."""
+        with self._lock:
+            worker = self._workers.get(name)
+            given = worker.given if worker is not None else {}
+            # what is not in it was reported before, or has failed with its worker
+            fresh = [each for each in results if given.pop(each[:2], None) is not None]
+        for result in fresh:
+            self._done(result)
+
+    def take(self, name: str, results: list[Result], error: BaseException | None) -> Any:
+        """Take results of a worker, and return a Future of its next tasks, None at the end.
+
+        Args:
+            name (str): of the worker.
+            results (list): what came of its tasks.
+                error: why it could not have the tasks that it was given last.
+        """
+        self.report(name, results)
+        future: Any = Future()
+        failed: list[Task] = []
+        with self._lock:
+            worker = self._workers.get(name)
+            if worker is None:
+                future.set_result(None)
+                return future
+            if error is not None:
+                failed = self._again(worker)
+            elif worker.count:
+                self._learn((time.monotonic() - worker.since) / worker.count)
+            worker.asks = future
+            worker.has_asked = True
+            self._idle.append(name)
+            answers = self._match()
+        for job, index, *_ in failed:
+            assert error is not None
+            self._done((job, index, (False, error)))
+        self._send(answers)
+        return future
+
+    def late(self) -> list[str]:
+        """Return workers that have tasks for long, and have not begun all, while others idle."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._idle or self._tasks:
+                return []
+            return [
+                name
+                for name, worker in self._workers.items()
+                if worker.asks is None and worker.count > 1 and now - worker.since > LATE_SECONDS
+            ]
+
+    def give_back(self, name: str, tasks: list[tuple[int, int]]) -> None:
+        """Take back tasks that a worker has not begun."""
+        with self._lock:
+            worker = self._workers.get(name)
+            if worker is None:
+                return
+            back = [worker.given.pop(key) for key in tasks if key in worker.given]
+            worker.count = max(1, worker.count - len(back))
+            if worker.room is not None:
+                worker.room += len(back)
+            self._tasks.extendleft(reversed(back))
+            self._seconds = GIVE_SECONDS
+            answers = self._match()
+        self._send(answers)
+
+    def _learn(self, seconds: float) -> None:
+        # at once if they became longer, slowly if shorter
+        self._seconds = max(seconds, 0.5 * (self._seconds + seconds))
+
+    def _again(self, worker: _Worker) -> list[Task]:
+        """Put tasks that could not be sent together back, to go alone; return one that did."""
+        tasks = list(worker.given.items())
+        worker.given.clear()
+        if worker.room is not None:
+            worker.room += len(tasks)
+        if len(tasks) < 2:
+            return [task for _, task in tasks]
+        self._single.update(key for key, _ in tasks)
+        self._tasks.extendleft(task for _, task in reversed(tasks))
+        return []
+
+    def _match(self) -> list[_Answer]:
+        """Give tasks to workers that ask; return what to send."""
+        answers: list[_Answer] = []
+        while self._idle and (self._tasks or self._closed):
+            name = self._idle.popleft()
+            worker = self._workers[name]
+            tasks = self._next(worker)
+            answers.append((worker.asks, name, tasks))
+            worker.asks = None
+            worker.given = {task[:2]: task for task in tasks}
+            worker.since = time.monotonic()
+            worker.count = len(tasks)
+            if worker.room is not None:
+                worker.room -= len(tasks)
+        return answers
+
+    def _next(self, worker: _Worker) -> list[Task]:
+        share = len(self._tasks) // (2 * len(self._workers))
+        count = min(share, int(GIVE_SECONDS / self._seconds), GIVE_MOST)
+        if worker.room is not None:
+            count = min(count, worker.room)
+        tasks: list[Task] = []
+        while self._tasks and len(tasks) < max(1, count):
+            alone = self._tasks[0][:2] in self._single
+            if alone and tasks:
+                break
+            task = self._tasks.popleft()
+            tasks.append(task)
+            if alone:
+                self._single.discard(task[:2])
+                break
+        return tasks
+
+    def _send(self, answers: list[_Answer]) -> None:
+        for future, name, tasks in answers:
+            future.set_result(self._pack(name, tasks) if tasks else None)

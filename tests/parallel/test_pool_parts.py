@@ -1,0 +1,232 @@
+"""The parts of pools that need no workers: results, and who does which task."""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+
+from rayrpc.parallel.pool import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
+from rayrpc.parallel.pool.board import LATE_SECONDS, Board
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def test_a_result_is_waited_for():
+    cache = {}
+    result = AsyncResult(7, cache)
+    assert cache == {7: result} and not result.ready()
+    with pytest.raises(multiprocessing.TimeoutError, match=r"0\.01 s"):
+        result.get(0.01)
+    with pytest.raises(ValueError, match="has not ended"):
+        result.successful()
+    threading.Timer(0.05, result._set, (0, (True, 5))).start()
+    assert result.get(5) == 5 and result.successful() and cache == {}
+
+
+def test_callbacks_come_before_the_result_is_ready():
+    seen = []
+    result = AsyncResult(0, {}, lambda value: seen.append((value, result.ready())), seen.append)
+    result._set(0, (True, 1))
+    assert seen == [(1, False)] and result.ready()
+    error = KeyError("x")
+    failed = AsyncResult(1, {}, seen.append, seen.append)
+    failed._set(0, (False, error))
+    assert seen[1:] == [error] and not failed.successful()
+    with pytest.raises(KeyError):
+        failed.get()
+
+
+def test_a_callback_that_fails_is_told_and_harms_nobody(caplog):
+    result = AsyncResult(0, {}, lambda value: 1 / 0)
+    result._set(0, (True, 1))
+    assert result.get(1) == 1 and "ZeroDivisionError" in caplog.text
+
+
+def test_a_map_joins_chunks_in_any_order():
+    cache = {}
+    result = MapResult(0, cache, 2, 5)
+    for index, value in ((2, [4]), (0, [0, 1]), (1, [2, 3])):
+        assert not result.ready()
+        result._set(index, (True, value))
+    assert result.get(1) == [0, 1, 2, 3, 4] and cache == {}
+    assert MapResult(1, cache, 2, 0).get(0) == [] and cache == {}
+
+
+def test_a_map_waits_for_all_and_raises_the_first_error():
+    result = MapResult(0, {}, 1, 3)
+    result._set(1, (False, ValueError("first")))
+    result._set(0, (False, ValueError("second")))
+    assert not result.ready()
+    result._set(2, (True, [1]))
+    with pytest.raises(ValueError, match="first"):
+        result.get(1)
+
+
+def test_an_iterator_keeps_the_order():
+    cache = {}
+    results = IMapIterator(0, cache, 3)
+    results._set(2, (True, "c"))
+    with pytest.raises(multiprocessing.TimeoutError):
+        results.next(0.01)
+    results._set(0, (True, "a"))
+    assert results.next(1) == "a"
+    results._set(1, (False, KeyError("b")))
+    with pytest.raises(KeyError):
+        next(results)
+    assert list(results) == ["c"] and cache == {}
+    with pytest.raises(StopIteration):
+        results.next(timeout=0)
+
+
+def test_an_unordered_iterator_does_not():
+    results = IMapUnorderedIterator(0, {}, None)
+    results._set(1, (True, "b"))
+    results._set(0, (True, "a"))
+    assert next(results) == "b"
+    results._set_length(2)
+    assert list(results) == ["a"]
+
+
+def test_an_iterator_that_fails_first_gives_what_came():
+    results = IMapIterator(0, {}, 3)
+    results._set(0, (True, "a"))
+    results._fail(RuntimeError("no more"))
+    assert next(results) == "a"
+    with pytest.raises(RuntimeError, match="no more"):
+        next(results)
+
+
+# -- the board ------------------------------------------------------------------------------------
+
+
+def task(index):
+    return (0, index, max, (index, 0), {})
+
+
+def results_of(tasks):
+    return [(job, index, (True, index)) for job, index, *_ in tasks]
+
+
+@pytest.fixture
+def done():
+    return []
+
+
+@pytest.fixture
+def board(done):
+    board = Board(done.append)
+    board.add("a", None)
+    board.add("b", None)
+    return board
+
+
+def test_who_asks_gets_the_next_task(board, done):
+    asked = board.take("a", [], None)
+    assert not asked.done()
+    board.put(task(0))
+    assert asked.value() == [task(0)]
+    board.put(task(1))
+    board.put(task(2))
+    assert board.take("b", [], None).value() == [task(1)]
+    assert board.take("a", results_of([task(0)]), None).value() == [task(2)]
+    assert done == results_of([task(0)])
+
+
+def test_a_result_counts_once(board, done):
+    board.put(task(0))
+    board.take("a", [], None)
+    board.report("a", results_of([task(0)]))
+    board.take("a", results_of([task(0)]), None)
+    assert done == results_of([task(0)])
+
+
+def test_short_tasks_go_together_and_long_ones_alone(board):
+    for index in range(2000):
+        board.put(task(index))
+    given = board.take("a", [], None).value()
+    assert len(given) == 1
+    for _ in range(12):  # it answers at once, so its tasks are short
+        given = board.take("a", results_of(given), None).value()
+    assert len(given) > 20
+    time.sleep(0.01 * len(given))
+    assert len(board.take("a", results_of(given), None).value()) == 1
+
+
+def test_a_worker_that_dies_fails_what_it_has(board, done):
+    board.put(task(0))
+    board.put(task(1))
+    board.take("a", [], None)
+    error = RuntimeError("it died")
+    assert board.remove("a", error)
+    assert done == [(0, 0, (False, error))]
+    assert board.take("a", [], None).value() is None
+    assert board.take("b", [], None).value() == [task(1)]
+
+
+def test_a_worker_that_never_asked_is_told_apart(board):
+    assert not board.remove("a", RuntimeError())
+    board.take("b", [], None)
+    assert board.remove("b", RuntimeError())
+
+
+def test_nobody_gets_more_than_it_has_room_for(done):
+    board = Board(done.append)
+    board.add("a", 3)
+    for index in range(1000):
+        board.put(task(index))
+    given, total = board.take("a", [], None).value(), 0
+    for _ in range(2):
+        total += len(given)
+        given = board.take("a", results_of(given), None).value() if total < 3 else []
+    assert total + len(given) == 3
+
+
+def many_given(board, count=400):
+    for index in range(count):
+        board.put(task(index))
+    given = board.take("a", [], None).value()
+    while len(given) < 5:
+        given = board.take("a", results_of(given), None).value()
+    return given
+
+
+def test_what_a_slow_worker_has_not_begun_goes_to_others(board, done):
+    given = many_given(board)
+    rest = board.take("b", [], None).value()
+    while rest is not None and rest[-1][1] < 399:
+        rest = board.take("b", results_of(rest), None).value()
+    idle = board.take("b", results_of(rest), None)
+    assert not idle.done() and board.late() == []
+    time.sleep(1.2 * LATE_SECONDS)
+    assert board.late() == ["a"]
+    board.give_back("a", [each[:2] for each in given[2:]])
+    assert idle.value() == [given[2]]
+    before = len(done)
+    board.take("a", results_of(given[:2]), None)
+    assert done[before:] == results_of(given[:2])
+
+
+def test_tasks_that_cannot_be_read_together_go_alone(board, done):
+    given = many_given(board)
+    error = TypeError("no")
+    again = board.take("a", [], error).value()
+    assert again == given[:1] and given[0] not in [each[:2] for each in done]
+    second = board.take("a", [], error).value()  # alone, and still not: it is the one
+    assert done[-1] == (0, given[0][1], (False, error))
+    assert second == given[1:2]
+
+
+def test_at_the_end_there_is_nothing_more(board):
+    board.put(task(0))
+    waiting = board.take("a", [], None)
+    second = board.take("b", [], None)
+    board.close()
+    assert waiting.value() == [task(0)] and second.value() is None
+    assert board.take("a", results_of([task(0)]), None).value() is None
+
+
+def test_dropped_tasks_go_to_nobody(board):
+    board.put(task(0))
+    board.close(drop=True)
+    assert board.take("a", [], None).value() is None
