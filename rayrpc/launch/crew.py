@@ -18,7 +18,7 @@ from rayrpc.errors import PlacementError
 from rayrpc.launch.placement import check_placeable, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
-__all__ = ["OWNER", "Crew", "count_cpus"]
+__all__ = ["Crew", "OWNER", "count_cpus"]
 
 OWNER = "owner"  # the name by which workers know the process that started them
 NO_TIMEOUT = 0.0

@@ -18,17 +18,14 @@ from rayrpc.parallel.pool.results import (
     IMapUnorderedIterator,
     MapResult,
 )
+from rayrpc.parallel.pool.tasks import chunks_of, mapstar, starmapstar
 
-__all__ = ["BasePool", "PoolStates", "Result", "Task", "mapstar", "starmapstar"]
+__all__ = ["BasePool", "PoolStates"]
 
 logger = logging.getLogger(__name__)
 
 # How often the threads of a pool look whether it was closed.
 TICK_SECONDS = 0.1
-
-# (job, index, func, args, kwds), and (job, index, (success, value or exception))
-Task = tuple[int, int, Any, tuple[Any, ...], dict[str, Any]]
-Result = tuple[int, int, tuple[bool, Any]]
 
 
 class PoolStates(Enum):
@@ -37,16 +34,6 @@ class PoolStates(Enum):
     RUN = 0
     CLOSE = 1
     TERMINATE = 2
-
-
-def mapstar(func: Callable[..., Any], chunk: Iterable[Any]) -> list[Any]:
-    """Call a function with each element; the task of a chunk of ``map``."""
-    return [func(element) for element in chunk]
-
-
-def starmapstar(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
-    """Call a function with the arguments in each element; the task of a chunk of ``starmap``."""
-    return [func(*element) for element in chunk]
 
 
 class BasePool:
@@ -247,7 +234,7 @@ class BasePool:
         elements = list(iterable)
         if chunksize is None:
             chunksize = max(1, -(-len(elements) // (4 * self._processes)))
-        chunks = _chunks(elements, chunksize)
+        chunks = chunks_of(elements, chunksize)
         result = MapResult(
             self._next_job(), self._cache, chunksize, len(elements), callback, error_callback
         )
@@ -268,7 +255,7 @@ class BasePool:
             result = kind(self._next_job(), self._cache, len(elements))
             self._put(result, [(i, func, (each,), {}) for i, each in enumerate(elements)])
             return result
-        chunks = _chunks(elements, chunksize)
+        chunks = chunks_of(elements, chunksize)
         result = kind(self._next_job(), self._cache, len(chunks))
         self._put(result, [(i, mapstar, (func, chunk), {}) for i, chunk in enumerate(chunks)])
         return list(itertools.chain.from_iterable(result))
@@ -455,9 +442,3 @@ class BasePool:
 
 def _terminated() -> CallError:
     return CallError("the pool was terminated before this task ended")
-
-
-def _chunks(elements: list[Any], size: int) -> list[list[Any]]:
-    if size < 1:
-        raise ValueError(f"chunksize must be at least 1, got {size}")
-    return [elements[start : start + size] for start in range(0, len(elements), size)]

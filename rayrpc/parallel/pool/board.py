@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.futures import Future
 
-from rayrpc.parallel.pool.base import Result, Task
+from rayrpc.parallel.pool.tasks import Result, Task
 
 __all__ = ["Board"]
 

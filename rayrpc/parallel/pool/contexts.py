@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayrpc.parallel.pickle import loads
-from rayrpc.parallel.pool.base import Task, mapstar, starmapstar
+from rayrpc.parallel.pool.tasks import Task, mapstar, starmapstar
 
 __all__ = ["CtxPoolStorage", "checked", "enter", "proxy_ctx_caller", "with_context"]
 

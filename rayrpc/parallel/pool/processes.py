@@ -23,10 +23,11 @@ from rayrpc._runtime.outcome import Error, Value, attempt, complete
 from rayrpc.errors import CallError, RpcError, SerializationError, WorkerDiedError
 from rayrpc.functions import async_execution
 from rayrpc.launch.crew import OWNER, Crew, count_cpus
-from rayrpc.parallel.pool.base import BasePool, PoolStates, Result, Task
+from rayrpc.parallel.pool.base import BasePool, PoolStates
 from rayrpc.parallel.pool.board import Board
 from rayrpc.parallel.pool.contexts import CtxPoolStorage, checked, enter, with_context
 from rayrpc.parallel.pool.shipping import Inbound, Outbound, prepared
+from rayrpc.parallel.pool.tasks import Result, Task
 
 __all__ = ["CtxPool", "P2PPool", "Pool"]
 

@@ -17,7 +17,7 @@ from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined
 from typing import Any
 
 from rayrpc.parallel.pickle import dumps, loads
-from rayrpc.parallel.pool.base import Result, Task, mapstar, starmapstar
+from rayrpc.parallel.pool.tasks import Result, Task, mapstar, starmapstar
 
 __all__ = ["Inbound", "Outbound", "Shipped", "prepared"]
 
