@@ -42,7 +42,7 @@ LAZY: list[tuple[str, str, str]] = [
 ]
 
 RUNTIME_SEES_OF_TRANSPORTS = "_transports.base"
-MAY_IMPORT_RAY = ["_transports.ray_*", "launch", "launch.*", "parallel.pool", "metrics"]
+MAY_IMPORT_RAY = ["_transports.ray_*", "launch", "launch.*", "parallel.queue", "metrics"]
 MAY_NAME_TORCH_C = ["compat"]
 
 MAX_LINES = 450

@@ -1,0 +1,124 @@
+"""A queue between processes."""
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+import ray
+import torch
+
+from rayrpc import errors
+from rayrpc.parallel.pool import Pool
+from rayrpc.parallel.queue import SimpleQueue
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def queue(ray_cluster):
+    queue = SimpleQueue(ctx=SPAWN, copy_tensor=True)
+    yield queue
+    queue.close()
+
+
+def test_first_in_first_out(queue):
+    assert queue.empty()
+    queue.put(1)
+    queue.quick_put({"t": torch.ones(2), "f": lambda x: x + 1})
+    assert not queue.empty() and queue.get() == 1
+    got = queue.quick_get(timeout=5)
+    assert torch.equal(got["t"], torch.ones(2)) and got["f"](1) == 2
+
+
+def test_timeouts(queue):
+    for timeout in (0, 0.1):
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"{timeout} s"):
+            queue.get(timeout)
+        assert timeout <= time.monotonic() - start < 5
+    threading.Timer(0.2, queue.put, (5,)).start()
+    assert queue.get(timeout=10) == 5
+
+
+def echo(queue, answers):
+    while (got := queue.get()) is not None:
+        answers.put(got)
+
+
+def test_many_readers_and_writers(queue):
+    answers = SimpleQueue(copy_tensor=True)
+    with Pool(2) as pool:
+        readers = [pool.apply_async(echo, (queue, answers)) for _ in range(2)]
+        writers = [
+            threading.Thread(target=lambda n=n: [queue.put((n, i)) for i in range(50)])
+            for n in range(3)
+        ]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(60)
+        for _ in readers:
+            queue.put(None)
+        for reader in readers:
+            reader.get(60)
+    got = sorted(answers.get(10) for _ in range(150))
+    assert got == [(n, i) for n in range(3) for i in range(50)] and answers.empty()
+
+
+def test_a_process_of_multiprocessing(queue):
+    process = SPAWN.Process(target=queue_child, args=(queue,))
+    process.start()
+    assert queue.get(60) == "from the child"
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def queue_child(queue):
+    queue.put("from the child")
+
+
+def fill(queue):
+    queue.get().fill_(3)
+
+
+def test_tensors_by_reference(ray_cluster):
+    queue = SimpleQueue()
+    tensor = torch.zeros(4)
+    with Pool(1, is_copy_tensor=False, share_method="cpu") as pool:
+        done = pool.apply_async(fill, (queue,))
+        queue.put(tensor)
+        done.get(60)
+    assert float(tensor.sum()) == 12
+
+
+def test_memory_of_another_node_cannot_be_seen(queue, monkeypatch):
+    queue = SimpleQueue()
+    queue.put(torch.zeros(4))
+    monkeypatch.setattr("rayrpc.parallel.queue._node", lambda: "another")
+    monkeypatch.setattr("rayrpc.parallel.queue.loads", lambda data: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(errors.SerializationError, match="copy_tensor=True"):
+        queue.get()
+
+
+def test_ray_takes_it(queue):
+    @ray.remote(num_cpus=0)
+    def put(queue):
+        queue.put("from a task")
+
+    ray.get(put.remote(queue))
+    assert queue.get(10) == "from a task"
+
+
+def test_a_forked_process_is_told_what_to_do(queue):
+    def child(pipe):
+        try:
+            queue.put(1)
+        except errors.ClusterError as exc:
+            pipe.send(str(exc))
+
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=child, args=(there,))
+    process.start()
+    assert "spawn" in here.recv()
+    process.join(10)
