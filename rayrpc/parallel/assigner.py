@@ -1,15 +1,24 @@
-"""Which model goes to which device of a process: ``machin.parallel.assigner``."""
+"""Which model goes to which device of a process, or of the workers of a group.
+
+``ModelAssigner`` is that of ``machin.parallel.assigner``.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ModelAssigner", "ModelSizeEstimator"]
+from rayrpc import api
+from rayrpc._runtime import current
+from rayrpc.rref import RRef
+
+__all__ = ["ClusterModelAssigner", "ModelAssigner", "ModelSizeEstimator"]
 
 logger = logging.getLogger(__name__)
 
@@ -121,39 +130,17 @@ class ModelAssigner:
         move_models: bool = True,
     ) -> None:
         places = _available(devices)
-        sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in models]
         memory, power = _capacities(places, max_mem_ratio, cpu_weight)
-        if sum(sizes) > sum(memory):
-            raise RuntimeError(
-                f"Estimated model will use {sum(sizes):.2f} MB, but only have {sum(memory):.2f} MB "
-                f"allowed memory in total on {[str(place) for place in places]}."
-            )
-        connections = torch.zeros(len(models), len(models))
-        for pair, weight in model_connection.items():
-            connections[pair] = weight
-        distances = torch.tensor(
+        problem = _Problem(
+            [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in models],
+            model_connection,
+            [str(place) for place in places],
+            memory,
+            power,
             [[_distance(a, b, gpu_gpu_distance, cpu_gpu_distance) for a in places] for b in places],
-            dtype=torch.float,
         )
-        placement = torch.randn(len(models), len(places), requires_grad=True)
-        optimizer = torch.optim.Adam([placement], lr=update_rate)
-        model_size = torch.tensor([sizes], dtype=torch.float)
-        for _ in range(iterations):
-            self.optimize_placement(
-                optimizer,
-                placement,
-                model_size,
-                torch.tensor([memory], dtype=torch.float),
-                model_size,  # a model takes as much computation as it has parameters
-                torch.tensor([power], dtype=torch.float),
-                connections,
-                distances,
-                connection_weight,
-                size_match_weight,
-                complexity_match_weight,
-                entropy_weight,
-            )
-        self._assignment = [places[index] for index in placement.argmax(1).tolist()]
+        weights = (connection_weight, size_match_weight, complexity_match_weight, entropy_weight)
+        self._assignment = [places[i] for i in problem.solve(weights, iterations, update_rate)]
         if move_models:
             for model, place in zip(models, self._assignment, strict=True):
                 model.to(place)
@@ -209,6 +196,66 @@ class ModelAssigner:
         optimizer.step()
 
 
+class _Problem(NamedTuple):
+    """What is to be placed, and where it may be.
+
+    Args:
+        sizes: of the models in MB.
+        connections: between models.
+        places: names of the m places.
+        memory: of each in MB.
+        power: of each.
+        distances: ``m * m``.
+    """
+
+    sizes: list[float]
+    connections: dict[tuple[int, int], float]
+    places: list[str]
+    memory: list[float]
+    power: list[float]
+    distances: list[list[float]]
+
+    def solve(
+        self, weights: tuple[float, float, float, float], iterations: int, update_rate: float
+    ) -> list[int]:
+        """Return the index of each model's place.
+
+        Raises:
+            RuntimeError: there is not enough memory.
+        """
+        needed, there = sum(self.sizes), sum(self.memory)
+        if needed > there:
+            raise RuntimeError(
+                f"Estimated model will use {needed:.2f} MB, but only have {there:.2f} MB "
+                f"allowed memory in total on {self.places}."
+            )
+        models = len(self.sizes)
+        connections = torch.zeros(models, models)
+        for pair, weight in self.connections.items():
+            connections[pair] = weight
+        distances = torch.tensor(self.distances, dtype=torch.float)
+        placement = torch.randn(models, len(self.places), requires_grad=True)
+        optimizer = torch.optim.Adam([placement], lr=update_rate)
+        sizes = torch.tensor([self.sizes], dtype=torch.float)
+        memory = torch.tensor([self.memory], dtype=torch.float)
+        power = torch.tensor([self.power], dtype=torch.float)
+        for _ in range(iterations):
+            # a model takes as much computation as it has parameters
+            ModelAssigner.optimize_placement(
+                optimizer,
+                placement,
+                sizes,
+                memory,
+                sizes,
+                power,
+                connections,
+                distances,
+                *weights,
+            )
+        found: list[int] = placement.argmax(1).tolist()
+        return found
+
+
 def _share(values: Tensor) -> Tensor:
     total = values.sum()
     return values / total if total else values
@@ -248,3 +295,152 @@ def _distance(one: torch.device, other: torch.device, gpu_gpu: float, cpu_gpu: f
     if one == other:
         return 0.0
     return gpu_gpu if one.type == other.type else cpu_gpu
+
+
+# -- over the workers of a group ----------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """A device of a worker.
+
+    Args:
+        worker (str): its name.
+        device (str): as torch calls it there.
+        node (str): where the worker is.
+        card (str): differs for each piece of hardware.
+        memory (float): what is free, in MB.
+        load (float): how busy it is, from 0 to 1.
+    """
+
+    worker: str
+    device: str
+    node: str
+    card: str
+    memory: float
+    load: float
+
+    def __str__(self) -> str:
+        return f"{self.worker}/{self.device}"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is the worker's CPU."""
+        return self.device == "cpu"
+
+
+class ClusterModelAssigner:
+    """Assign models to the devices of other workers, as ``ModelAssigner`` does to one's own.
+
+    Each worker is asked what it has: its GPUs, and the memory of its node.  Workers that have the
+    same hardware get equal parts of it.
+
+    Args:
+        models (list[nn.Module]): to assign.
+        model_connection (dict): as for ``ModelAssigner``.
+        workers (list[str], optional): to choose from; default: all members of this process's RPC
+            group but itself, or itself if it is alone.
+        model_size_multiplier, max_mem_ratio, cpu_weight, connection_weight, size_match_weight,
+            complexity_match_weight, entropy_weight, iterations, update_rate, gpu_gpu_distance,
+            cpu_gpu_distance: as for ``ModelAssigner``.
+        worker_distance (float): added between devices of two workers.
+        node_distance (float): added, too, if these are on two nodes.
+        move_models (bool): send each model to its device; ``models`` are then RRefs of them.
+
+    Raises:
+        RuntimeError: the models need more memory than there is; or RPC is not initialized.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        model_connection: dict[tuple[int, int], float],
+        workers: Sequence[str] | None = None,
+        model_size_multiplier: float = 2,
+        max_mem_ratio: float = 0.5,
+        cpu_weight: float = 0.1,
+        connection_weight: float = 2,
+        size_match_weight: float = 1e-2,
+        complexity_match_weight: float = 1,
+        entropy_weight: float = 1,
+        iterations: int = 500,
+        update_rate: float = 0.01,
+        gpu_gpu_distance: float = 1,
+        cpu_gpu_distance: float = 10,
+        worker_distance: float = 10,
+        node_distance: float = 100,
+        move_models: bool = True,
+    ) -> None:
+        places = _places_of(_others() if workers is None else workers)
+        seen_by = Counter(place.card for place in places)
+
+        def distance(one: _Place, other: _Place) -> float:
+            if one == other:
+                return 0.0
+            apart = gpu_gpu_distance if one.is_cpu == other.is_cpu else cpu_gpu_distance
+            if one.worker != other.worker:
+                apart += worker_distance
+            return apart if one.node == other.node else apart + node_distance
+
+        problem = _Problem(
+            [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in models],
+            model_connection,
+            [str(place) for place in places],
+            [place.memory * max_mem_ratio / seen_by[place.card] for place in places],
+            [
+                (cpu_weight if place.is_cpu else 1 - place.load) / seen_by[place.card]
+                for place in places
+            ],
+            [[distance(one, other) for one in places] for other in places],
+        )
+        weights = (connection_weight, size_match_weight, complexity_match_weight, entropy_weight)
+        chosen = [places[i] for i in problem.solve(weights, iterations, update_rate)]
+        self._assignment = [str(place) for place in chosen]
+        self._models: list[RRef[nn.Module]] = []
+        if move_models:
+            self._models = [
+                api.remote(place.worker, _put_on, args=(model, place.device))
+                for model, place in zip(models, chosen, strict=True)
+            ]
+
+    @property
+    def assignment(self) -> list[str]:
+        """The place of each model, ``worker/device``, as ``RemoteModule`` takes it."""
+        return self._assignment
+
+    @property
+    def models(self) -> list[RRef[nn.Module]]:
+        """RRefs of the models at their places, if they were moved."""
+        return self._models
+
+
+def _others() -> list[str]:
+    agent = current.get_agent()
+    names = [info.name for info in agent.get_worker_infos()]
+    return [name for name in names if name != agent.info.name] or names
+
+
+def _places_of(workers: Sequence[str]) -> list[_Place]:
+    asked = [(name, api.rpc_async(name, _describe)) for name in workers]
+    return [
+        _Place(name, *described) for name, future in asked for described in _usable(future.wait())
+    ]
+
+
+def _usable(described: list[Any]) -> list[Any]:
+    """Leave a CPU out beside GPUs, as ``ModelAssigner`` does where no devices are given."""
+    return described[:-1] or described
+
+
+def _describe() -> list[tuple[str, str, str, float, float]]:
+    """Return this worker's GPUs, and last its CPU, as a ``_Place`` has them, without the name."""
+    node = current.get_agent().member.node
+    found = []
+    for number, gpu in enumerate(GPUtil.getGPUs()):
+        card = f"{node}/{torch.cuda.get_device_properties(number).uuid}"
+        found.append((f"cuda:{number}", node, card, gpu.memoryFree, gpu.load))
+    found.append(("cpu", node, node, psutil.virtual_memory().available / MB, 0.0))
+    return found
+
+
+def _put_on(model: nn.Module, device: str) -> nn.Module:
+    return model.to(device)
