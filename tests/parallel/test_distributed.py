@@ -306,6 +306,42 @@ def test_a_world_that_lacks_a_number_says_which(monkeypatch, given, missing):
         World("lonely", **given)
 
 
+def test_a_world_that_cannot_be_made_leaves_nothing(ray_cluster):
+    wrong = {"dist_init_method": "nonsense://", "rpc_init_method": "ray://half-a-world"}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nonsense"):
+            World("lonely", 0, 1, **wrong)
+        assert not is_world_initialized() and not rpc._is_current_rpc_agent_set()
+
+
+FIRST_DIES = """
+import os, sys, time
+from rayrpc import errors
+from rayrpc.parallel.distributed import World
+
+rank = int(sys.argv[1])
+world = World(str(rank), rank, 2, init_dist=False, rpc_init_method="ray://first-dies")
+group = world.create_rpc_group("group", ["0", "1"])
+group.pair(f"of {rank}", rank)
+group.barrier()
+if rank == 0:
+    time.sleep(1)  # the other has to hear that the barrier is over
+    os._exit(1)
+try:
+    while group.is_paired("of 1"):
+        pass
+except errors.WorkerDiedError as exc:
+    print("told:", exc)
+"""
+
+
+def test_who_asks_a_table_that_is_gone_is_told(ray_cluster, start, script):
+    path = script(FIRST_DIES)
+    first, second = (start(path, str(rank)) for rank in range(2))
+    assert first.end() == 1, first.output
+    assert "'0'" in second.wait_for("told:") and second.end() == 0
+
+
 # -- workers that come and go ---------------------------------------------------------------------
 
 

@@ -255,6 +255,8 @@ class TestGradServer:
             group.registered_sync("mine/driver/_push_service", (bad, _secondary()))
         with pytest.raises(KeyError, match=r"two\.weight"):
             assert eventually(lambda: server.watch() is not None)
+        with pytest.raises(KeyError, match=r"two\.weight"):
+            group.registered_sync("mine/driver/_push_service", (bad, _secondary()))
         server.stop()
 
     def test_the_queue_is_bounded(self, group, caplog):

@@ -1,7 +1,8 @@
 """Where a world's values and services are: one table, on the process of the lowest rank.
 
-An entry belongs to a process, and is gone with it: one whose process has left, or died and came
-again under the same name, counts for nothing.
+That is settled when the world is made: if the process dies, the table does.  An entry belongs to a
+process, and is gone with it: one whose process has left, or died and came again under the same
+name, counts for nothing.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 from torch.futures import Future
 
 from rayrpc._runtime import current
+from rayrpc._runtime.membership import Member
 from rayrpc.errors import RpcError
 from rayrpc.functions import async_execution
 
-__all__ = ["Holder", "enter", "find", "here", "place", "put", "take", "withdraw"]
+__all__ = ["Holder", "enter", "find", "here", "place", "put", "settle", "take", "withdraw"]
 
 
 class Holder(NamedTuple):
@@ -34,12 +36,29 @@ class _Table:
 
 
 _table = _Table()
+_settled: Member | None = None
+
+
+def settle(is_settled: bool = True) -> str:
+    """Settle which process has the table, or no longer; return its name."""
+    global _settled
+    _settled = current.get_agent().members()[0] if is_settled else None
+    return _settled.name if _settled is not None else ""
 
 
 def place() -> str:
-    """Return the name of the process that has the table."""
-    infos = current.get_agent().get_worker_infos()
-    return min(infos, key=lambda info: info.id).name
+    """Return the name of the process that has the table.
+
+    Raises:
+        WorkerDiedError: it has died.
+    """
+    agent = current.get_agent()
+    if _settled is None:  # a group that was sent to where no world is
+        return agent.members()[0].name
+    error = agent.lost(_settled)
+    if error is not None:
+        raise error
+    return _settled.name
 
 
 def here() -> Holder:

@@ -71,19 +71,25 @@ class World:
         self.name = current.get_agent().info.name
         self.world_size = len(infos)
         self.rank_name_map = {info.id: info.name for info in infos}
-        self.lut_manager = lookup.place()
+        self.lut_manager = lookup.settle()
         self.rpc_timeout = rpc_timeout
         self.groups = rpc_group.groups
         self.started = True
         self._owns_dist, self._owns_rpc = init_dist, init_rpc
         if init_dist:
-            dist.init_process_group(
-                dist_backend,
-                init_method=dist_init_method,
-                timeout=timedelta(seconds=dist_timeout),
-                rank=self.rank,
-                world_size=self.world_size,
-            )
+            try:
+                dist.init_process_group(
+                    dist_backend,
+                    init_method=dist_init_method,
+                    timeout=timedelta(seconds=dist_timeout),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                )
+            except BaseException:
+                lookup.settle(False)
+                if init_rpc:
+                    api.shutdown(graceful=False)
+                raise
         _world = self
 
     def stop(self) -> None:
@@ -99,6 +105,7 @@ class World:
         for group in list(self.groups.values()):
             with contextlib.suppress(RpcError):  # who has the table may be gone
                 group.destroy()
+        lookup.settle(False)
         if self._owns_rpc:
             api.shutdown()
         if self._owns_dist and dist.is_initialized():

@@ -229,6 +229,7 @@ class PushPullGradServerImpl:
             raise self._error
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
+        self.watch()  # who pushes here would wait for nothing
         with self._changed:
             queue = self._queues[level]
             queue.append(gradients)
