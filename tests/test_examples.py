@@ -73,6 +73,22 @@ def test_split_models_train_as_in_one_process(run_example, name):
     assert "largest difference" in run.output
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("collectives.py", ("--darts", "100000", "--tolerance", "0.05"), "together: 3.1"),
+        ("services.py", ("--stock", "12"), "{'apple': 0, 'melon': 0}"),
+        ("ordered_server.py", ("--clients", "2", "--rounds", "40"), "80 rolls"),
+        ("gradient_server.py", ("--steps", "100", "--min-accuracy", "0.6"), "300 gradients"),
+    ],
+)
+def test_programs_of_machin_parallel(run_example, name, arguments, text):
+    next(ports)  # collectives.py takes two
+    run = run_example(name, *arguments, "--port", str(next(ports)))
+    assert run.end() == 0, run.output
+    assert text in run.output
+
+
 def test_split_models_that_train_differently_fail(run_example):
     run = run_example("pipeline.py", "--steps", "1", "--tolerance=-1")
     assert run.end() == 1 and "losses differ by" in run.output
