@@ -245,14 +245,14 @@ def awaitable_wait(aw: Any) -> Any:
     return aw.wait() if isinstance(aw, Await) else _jit._awaitable_wait(aw)
 
 
-def awaitable_nowait(value: W) -> Await[W]:
+def awaitable_nowait(o: W) -> Await[W]:
     """Return an ``Await`` that has its value already.
 
     Args:
-        value: of any type.
+        o: the value, of any type.
 
     Source: ``torch.jit._awaitable_nowait``.
     """
     made: Await[W] = Await()
-    _set(made, "_await_outcome", Value(value))
+    _set(made, "_await_outcome", Value(o))
     return made

@@ -12,6 +12,7 @@ from rayrpc.parallel.distributed import World, get_world, is_world_initialized
 from rayrpc.parallel.server import (
     OrderedServerSimpleImpl,
     PushPullGradServerImpl,
+    PushPullModelServer,
     PushPullModelServerImpl,
 )
 
@@ -138,6 +139,11 @@ def serve_model():
 
 
 class TestModelServer:
+    def test_one_without_an_ordered_server_says_so(self):
+        for call in (PushPullModelServer("model").push, PushPullModelServer("model").pull):
+            with pytest.raises(RuntimeError, match="has no ordered server"):
+                call(Model())
+
     def test_what_one_pushes_another_pulls(self, group):
         rpc.rpc_sync("alice", serve_model)
         server = group.get_paired("models").to_here()

@@ -35,14 +35,22 @@ class PushPullModelServer:
 
     Args:
         model_name (str): key of the model in the ordered server.
-        o_server (OrderedServerBase): keeps it.
+        o_server (OrderedServerBase): keeps it; may be set later, as an attribute.
 
     Source: ``machin.parallel.server.PushPullModelServer``.
     """
 
-    def __init__(self, model_name: str, o_server: OrderedServerBase) -> None:
+    def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:
         self.model_name = model_name
         self.o_server = o_server
+
+    def _server(self) -> OrderedServerBase:
+        if self.o_server is None:
+            raise RuntimeError(
+                f"the server of model {self.model_name!r} has no ordered server: pass o_server, or "
+                "set the attribute o_server, before push and pull"
+            )
+        return self.o_server
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
         """Push a model's state, made from the version ``model.pp_version``.
@@ -55,7 +63,7 @@ class PushPullModelServer:
             Whether the server took it.
         """
         version = _version_of(model)
-        if self.o_server.push(self.model_name, _state_of(model), version + 1, version):
+        if self._server().push(self.model_name, _state_of(model), version + 1, version):
             model.pp_version = version + 1  # type: ignore[assignment]
             return True
         if pull_on_fail:
@@ -74,7 +82,7 @@ class PushPullModelServer:
         return self._load(model, force=False)
 
     def _load(self, model: nn.Module, force: bool) -> bool:
-        found = self.o_server.pull(self.model_name)
+        found = self._server().pull(self.model_name)
         if found is None:
             return False
         state, version = found
