@@ -207,6 +207,22 @@ def test_what_a_slow_worker_has_not_begun_goes_to_others(board, done):
     assert done[before:] == results_of(given[:2])
 
 
+def test_what_is_given_back_late_is_not_lost(board, done):
+    board._seconds = 1e-6
+    for index in range(12):
+        board.put(task(index))
+    given = board.take("a", [], None).value()
+    assert len(given) == 3
+    others = board.take("b", [], None)
+    while others.done():
+        others = board.take("b", results_of(others.value()), None)
+    time.sleep(1.2 * LATE_SECONDS)
+    assert board.late() == ["a"] and board.late() == [], "it is asked once"
+    asked = board.take("a", results_of(given[:1]), None)  # before what it gives back is here
+    board.give_back("a", [each[:2] for each in given[1:]])
+    assert others.value() + asked.value() == given[1:]
+
+
 def test_tasks_that_cannot_be_read_together_go_alone(board, done):
     given = many_given(board)
     error = TypeError("no")

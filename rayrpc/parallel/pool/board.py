@@ -38,6 +38,8 @@ class _Worker:
         since (float): when it got them.
         count (int): how many they were.
         asks (Future | None): what completes with its next tasks.
+        has_asked (bool): it did once.
+        was_late (bool): it was asked to give tasks back.
     """
 
     room: int | None
@@ -46,6 +48,7 @@ class _Worker:
     count: int = 0
     asks: Any = None
     has_asked: bool = False
+    was_late: bool = False
 
 
 class Board:
@@ -126,7 +129,7 @@ class Board:
         Args:
             name (str): of the worker.
             results (list): what came of its tasks.
-                error: why it could not have the tasks that it was given last.
+            error: why it could not have the tasks that it was given last.
         """
         self.report(name, results)
         future: Any = Future()
@@ -156,11 +159,15 @@ class Board:
         with self._lock:
             if not self._idle or self._tasks:
                 return []
-            return [
+            late = [
                 name
                 for name, worker in self._workers.items()
                 if worker.asks is None and worker.count > 1 and now - worker.since > LATE_SECONDS
+                if not worker.was_late
             ]
+            for name in late:
+                self._workers[name].was_late = True
+            return late
 
     def give_back(self, name: str, tasks: list[tuple[int, int]]) -> None:
         """Take back tasks that a worker has not begun."""
@@ -202,7 +209,9 @@ class Board:
             tasks = self._next(worker)
             answers.append((worker.asks, name, tasks))
             worker.asks = None
-            worker.given = {task[:2]: task for task in tasks}
+            # beside what it gives back at this moment
+            worker.given.update((task[:2], task) for task in tasks)
+            worker.was_late = False
             worker.since = time.monotonic()
             worker.count = len(tasks)
             if worker.room is not None:
