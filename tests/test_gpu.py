@@ -1,7 +1,10 @@
-"""Device maps with real devices; skipped where there is none."""
+"""Device maps and pools with real devices; skipped where there is none."""
 
 import pytest
 import torch
+
+import rayrpc as rpc
+from rayrpc.parallel.pool import Pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,3 +66,19 @@ def test_tensors_go_from_device_to_device(start, script):
     run = start("-m", "rayrpc", "run", script(SCRIPT), "29791")
     assert run.end() == 0, run.output
     assert "all is well" in run.output
+
+
+def fill(tensor, value):
+    tensor.fill_(value)
+    return tensor.device
+
+
+def test_a_pool_shares_the_memory_of_a_device():
+    rpc.configure(workers={"worker-*": {"num_gpus": 0.25}})
+    try:
+        with Pool(1, is_copy_tensor=False, share_method="cuda") as pool:
+            tensor = torch.zeros(4, device="cuda:0")
+            assert pool.apply(fill, (tensor, 3)) == tensor.device
+            assert float(tensor.sum()) == 12
+    finally:
+        rpc.configure()
