@@ -416,7 +416,7 @@ class ClusterModelAssigner:
 def _others() -> list[str]:
     agent = current.get_agent()
     names = [info.name for info in agent.get_worker_infos()]
-    return [name for name in names if name != agent.info.name] or names
+    return sorted(name for name in names if name != agent.info.name) or names
 
 
 def _places_of(workers: Sequence[str]) -> list[_Place]:

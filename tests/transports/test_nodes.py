@@ -151,6 +151,43 @@ def test_workers_on_different_nodes_call_each_other(start_nodes):
     assert run.end() == 0, run.output
 
 
+POOL = """
+from rayrpc.parallel.pool import Pool
+from rayrpc.parallel.queue import SimpleQueue
+
+
+def main(cluster):
+    cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", object_store_memory=100 << 20)
+    rpc.configure(address=cluster.address)
+    queue = SimpleQueue(copy_tensor=True)
+    tensor = torch.arange(3.0)
+
+    def put(number):
+        import ray
+
+        queue.put((number, tensor + number))
+        time.sleep(0.05)
+        return ray.util.get_node_ip_address()
+
+    with Pool(3) as pool:
+        nodes = pool.map(put, range(16), 1)
+        assert len(set(nodes)) == 2, nodes
+        got = dict(queue.get(10) for _ in nodes)
+        assert all(torch.equal(got[n], tensor + n) for n in range(16)), got
+        import ray
+
+        here = ray.util.get_node_ip_address()
+    with Pool(2, is_copy_tensor=False, share_method="cpu") as pool:
+        assert set(pool.map(lambda _: ray.util.get_node_ip_address(), range(16), 1)) == {here}
+"""
+
+
+def test_pools_and_queues_span_nodes(start_nodes):
+    run = start_nodes(POOL)
+    run.wait_for("done")
+    assert run.end() == 0, run.output
+
+
 EIGHT = """
 NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
 
