@@ -26,6 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 90.0
 
 
+def pytest_configure() -> None:
+    # a shell's background jobs ignore Ctrl-C, and so would every process that a test starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
     """The address of the session's Ray cluster, which this process is connected to."""

@@ -43,14 +43,15 @@ class HostedEndpoint:
             if self._taken:
                 return None
             self._taken = True
-        self._plugged.clear()
+            self._plugged.clear()
         return self
 
     def plug(self, transport: RayTransport | None) -> None:
         """Serve by ``transport`` from now on; None: refuse calls."""
-        self._transport = transport
-        self._taken = transport is not None
-        self._plugged.set()
+        with self._lock:
+            self._transport = transport
+            self._taken = transport is not None
+            self._plugged.set()
 
     def call(self, wire: Wire) -> Wire:
         """Serve a peer's frame in this thread, which the actor gave."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import uuid
 from collections.abc import Sequence
@@ -69,6 +70,14 @@ class _Membership:
 _membership = _Membership()
 
 
+def _after_fork() -> None:
+    global _membership
+    _membership = _Membership()  # a child has neither the agent's threads nor its connections
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Crew:
     """Start workers, call them, end them; they end with this process at the latest.
 
@@ -93,6 +102,8 @@ class Crew:
         self._node = this_node() if here else None
         self._actors: dict[str, Any] = {}
         self._stopped = False
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._agent = _membership.enter(self._settings)
         atexit.register(self.stop)
 
@@ -109,8 +120,14 @@ class Crew:
         placed = placed_options(wanted, None, settings.placement_timeout)
         for options in placed.values():
             options["scheduling_strategy"] = self._strategy()
-        self._actors.update(start_into(self._agent, settings, wanted, placed))
-        return names
+        actors = start_into(self._agent, settings, wanted, placed)
+        with self._lock:
+            if not self._stopped:
+                self._actors.update(actors)
+                return names
+        for actor in actors.values():
+            ray.kill(actor)
+        raise PlacementError("the workers that were being started are not needed any more")
 
     def _strategy(self) -> Any:
         if self._node is None:
@@ -136,11 +153,14 @@ class Crew:
 
     def stop(self) -> None:
         """End all workers at once."""
-        if self._stopped:
+        if os.getpid() != self._pid:  # a fork, which has none of this
             return
-        self._stopped = True
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            actors, self._actors = self._actors, {}
         atexit.unregister(self.stop)
-        actors, self._actors = self._actors, {}
         if ray.is_initialized():
             for actor in actors.values():
                 ray.kill(actor)

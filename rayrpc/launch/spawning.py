@@ -20,7 +20,6 @@ from rayrpc import compat, config
 from rayrpc._transports.ray_actor import cause_of
 from rayrpc._transports.ray_cluster import connect
 from rayrpc.launch.hosted import Ended, hosted_actor
-from rayrpc.launch.interrupts import check_ctrl_c, remember_ctrl_c
 from rayrpc.launch.output import follow
 from rayrpc.launch.placement import (
     check_placeable,
@@ -69,7 +68,6 @@ class RankContext:
         """Return the process of each rank."""
         return list(self._pids)
 
-    @remember_ctrl_c()
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait for ranks to end; the first that fails ends them all.
 
@@ -102,7 +100,7 @@ class RankContext:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = end - time.monotonic()
-            check_ctrl_c()  # in short turns
+            # in short turns: between them, Python sees a Ctrl-C whatever Ray does with it
             ready, _ = ray.wait(list(self._rank_of), timeout=max(0.0, min(left, TURN_SECONDS)))
             if ready or left <= TURN_SECONDS:
                 return list(ready)
@@ -147,7 +145,6 @@ class RankContext:
             output.join(max(0.0, end - time.monotonic()))
 
 
-@remember_ctrl_c()
 def spawn(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),

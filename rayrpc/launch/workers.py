@@ -170,10 +170,10 @@ def start_into(
         for name, actor in actors.items():
             follow(actor, ray.get, f"({name}) ")
         ray.get([actor.join_group.remote(name, method) for name, actor in actors.items()])
+        for name in wanted:
+            agent.lookup(name)  # its news may still be on the way
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)
         raise
-    for name in wanted:
-        agent.lookup(name)  # its news may still be on the way
     return actors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import importlib
 import io
 import pickle
@@ -27,7 +26,7 @@ _static: set[str] = set()
 
 
 def mark_static_module(module: types.ModuleType) -> None:
-    """Pickle a module, and what is defined in it, by name alone.
+    """Pickle a module by its name alone.
 
     That is so for every module that can be imported; mark one that was made in another way, and is
     the same in each process.
@@ -92,8 +91,7 @@ class Pickler(cloudpickle.Pickler):
             }
         else:
             tensors = _by_reference()
-        others: Any = copyreg.dispatch_table
-        self.dispatch_table = ChainMap(tensors, cloudpickle.Pickler.dispatch_table, others)
+        self.dispatch_table = ChainMap(tensors, cloudpickle.Pickler.dispatch_table)
         super().__init__(file)  # type: ignore[no-untyped-call]
 
     def reducer_override(self, obj: Any) -> Any:

@@ -92,8 +92,11 @@ class SimpleQueue:
     def close(self) -> None:
         """End the queue, for all who have it."""
         self._here().shutdown()
+        self._queue = None
 
     def _here(self) -> Any:
+        if self._queue is None:
+            raise ClusterError("the queue was closed in this process")
         if self._pid != os.getpid():
             raise ClusterError(
                 "this process was forked from one that is connected to Ray, and cannot use its "

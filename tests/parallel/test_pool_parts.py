@@ -24,6 +24,14 @@ def test_a_result_is_waited_for():
     assert result.get(5) == 5 and result.successful() and cache == {}
 
 
+def test_a_result_ends_once():
+    seen = []
+    result = AsyncResult(0, {}, seen.append, seen.append)
+    result._set(0, (True, 1))
+    result._fail(RuntimeError("terminated"))
+    assert result.get() == 1 and seen == [1]
+
+
 def test_callbacks_come_before_the_result_is_ready():
     seen = []
     result = AsyncResult(0, {}, lambda value: seen.append((value, result.ready())), seen.append)
@@ -122,51 +130,51 @@ def board(done):
 
 
 def test_who_asks_gets_the_next_task(board, done):
-    asked = board.take("a", [], None)
+    asked = board.take("a", [])
     assert not asked.done()
     board.put(task(0))
     assert asked.value() == [task(0)]
     board.put(task(1))
     board.put(task(2))
-    assert board.take("b", [], None).value() == [task(1)]
-    assert board.take("a", results_of([task(0)]), None).value() == [task(2)]
+    assert board.take("b", []).value() == [task(1)]
+    assert board.take("a", results_of([task(0)])).value() == [task(2)]
     assert done == results_of([task(0)])
 
 
 def test_a_result_counts_once(board, done):
     board.put(task(0))
-    board.take("a", [], None)
+    board.take("a", [])
     board.report("a", results_of([task(0)]))
-    board.take("a", results_of([task(0)]), None)
+    board.take("a", results_of([task(0)]))
     assert done == results_of([task(0)])
 
 
 def test_short_tasks_go_together_and_long_ones_alone(board):
     for index in range(2000):
         board.put(task(index))
-    given = board.take("a", [], None).value()
+    given = board.take("a", []).value()
     assert len(given) == 1
     for _ in range(12):  # it answers at once, so its tasks are short
-        given = board.take("a", results_of(given), None).value()
+        given = board.take("a", results_of(given)).value()
     assert len(given) > 20
     time.sleep(0.01 * len(given))
-    assert len(board.take("a", results_of(given), None).value()) == 1
+    assert len(board.take("a", results_of(given)).value()) == 1
 
 
 def test_a_worker_that_dies_fails_what_it_has(board, done):
     board.put(task(0))
     board.put(task(1))
-    board.take("a", [], None)
+    board.take("a", [])
     error = RuntimeError("it died")
     assert board.remove("a", error)
     assert done == [(0, 0, (False, error))]
-    assert board.take("a", [], None).value() is None
-    assert board.take("b", [], None).value() == [task(1)]
+    assert board.take("a", []).value() is None
+    assert board.take("b", []).value() == [task(1)]
 
 
 def test_a_worker_that_never_asked_is_told_apart(board):
     assert not board.remove("a", RuntimeError())
-    board.take("b", [], None)
+    board.take("b", [])
     assert board.remove("b", RuntimeError())
 
 
@@ -175,35 +183,35 @@ def test_nobody_gets_more_than_it_has_room_for(done):
     board.add("a", 3)
     for index in range(1000):
         board.put(task(index))
-    given, total = board.take("a", [], None).value(), 0
+    given, total = board.take("a", []).value(), 0
     for _ in range(2):
         total += len(given)
-        given = board.take("a", results_of(given), None).value() if total < 3 else []
+        given = board.take("a", results_of(given)).value() if total < 3 else []
     assert total + len(given) == 3
 
 
 def many_given(board, count=400):
     for index in range(count):
         board.put(task(index))
-    given = board.take("a", [], None).value()
+    given = board.take("a", []).value()
     while len(given) < 5:
-        given = board.take("a", results_of(given), None).value()
+        given = board.take("a", results_of(given)).value()
     return given
 
 
 def test_what_a_slow_worker_has_not_begun_goes_to_others(board, done):
     given = many_given(board)
-    rest = board.take("b", [], None).value()
+    rest = board.take("b", []).value()
     while rest is not None and rest[-1][1] < 399:
-        rest = board.take("b", results_of(rest), None).value()
-    idle = board.take("b", results_of(rest), None)
+        rest = board.take("b", results_of(rest)).value()
+    idle = board.take("b", results_of(rest))
     assert not idle.done() and board.late() == []
     time.sleep(1.2 * LATE_SECONDS)
-    assert board.late() == ["a"]
+    assert board.late() == [("a", True)]
     board.give_back("a", [each[:2] for each in given[2:]])
     assert idle.value() == [given[2]]
     before = len(done)
-    board.take("a", results_of(given[:2]), None)
+    board.take("a", results_of(given[:2]))
     assert done[before:] == results_of(given[:2])
 
 
@@ -211,38 +219,54 @@ def test_what_is_given_back_late_is_not_lost(board, done):
     board._seconds = 1e-6
     for index in range(12):
         board.put(task(index))
-    given = board.take("a", [], None).value()
+    given = board.take("a", []).value()
     assert len(given) == 3
-    others = board.take("b", [], None)
+    others = board.take("b", [])
     while others.done():
-        others = board.take("b", results_of(others.value()), None)
+        others = board.take("b", results_of(others.value()))
     time.sleep(1.2 * LATE_SECONDS)
-    assert board.late() == ["a"] and board.late() == [], "it is asked once"
-    asked = board.take("a", results_of(given[:1]), None)  # before what it gives back is here
-    board.give_back("a", [each[:2] for each in given[1:]])
+    assert board.late() == [("a", True)]
+    asked = board.take("a", results_of(given[:1]))  # before what it gives back is here
     assert others.value() + asked.value() == given[1:]
+    board.give_back("a", [each[:2] for each in given[2:]])
+    board.report("b", results_of(given[1:2]))
+    assert done[-1] == results_of(given[1:2])[0]
 
 
-def test_tasks_that_cannot_be_read_together_go_alone(board, done):
+def test_a_slow_worker_is_asked_once_while_all_have_something_to_do(board):
+    many_given(board)
+    board.take("b", [])
+    time.sleep(1.2 * LATE_SECONDS)
+    assert ("a", False) in board.late()
+    assert board.late() == []
+
+
+def test_what_was_given_but_never_came_is_given_again(board, done):
     given = many_given(board)
-    error = TypeError("no")
-    again = board.take("a", [], error).value()
-    assert again == given[:1] and given[0] not in [each[:2] for each in done]
-    second = board.take("a", [], error).value()  # alone, and still not: it is the one
-    assert done[-1] == (0, given[0][1], (False, error))
-    assert second == given[1:2]
+    again = board.take("a", results_of(given[:1])).value()
+    assert again[0] == given[1] and done[-1] == results_of(given[:1])[0]
+
+
+def test_who_asks_twice_is_answered_once(board):
+    lost = board.take("a", [])
+    asked = board.take("a", [])
+    assert lost.value() is None
+    board.put(task(0))
+    assert asked.value() == [task(0)]
+    board.put(task(1))
+    assert board.take("b", []).value() == [task(1)]
 
 
 def test_at_the_end_there_is_nothing_more(board):
     board.put(task(0))
-    waiting = board.take("a", [], None)
-    second = board.take("b", [], None)
+    waiting = board.take("a", [])
+    second = board.take("b", [])
     board.close()
     assert waiting.value() == [task(0)] and second.value() is None
-    assert board.take("a", results_of([task(0)]), None).value() is None
+    assert board.take("a", results_of([task(0)])).value() is None
 
 
 def test_dropped_tasks_go_to_nobody(board):
     board.put(task(0))
     board.close(drop=True)
-    assert board.take("a", [], None).value() is None
+    assert board.take("a", []).value() is None

@@ -106,12 +106,14 @@ class World:
             with contextlib.suppress(RpcError):  # who has the table may be gone
                 group.destroy()
         lookup.settle(False)
-        if self._owns_rpc:
-            api.shutdown()
-        if self._owns_dist and dist.is_initialized():
-            dist.destroy_process_group()
-        rpc_group.forget()
-        _world = None
+        try:
+            if self._owns_rpc:
+                api.shutdown()
+        finally:
+            if self._owns_dist and dist.is_initialized():
+                dist.destroy_process_group()
+            rpc_group.forget()
+            _world = None
 
     def create_collective_group(
         self, ranks: list[int], timeout: float = 60, backend: Any = None

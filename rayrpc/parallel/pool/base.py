@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
-from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from typing import Any
 
 from rayrpc.errors import CallError
@@ -18,7 +18,7 @@ from rayrpc.parallel.pool.results import (
     IMapUnorderedIterator,
     MapResult,
 )
-from rayrpc.parallel.pool.tasks import chunks_of, mapstar, starmapstar
+from rayrpc.parallel.pool.tasks import chunks_of, mapstar, starmapstar, work
 
 __all__ = ["BasePool", "PoolStates"]
 
@@ -148,9 +148,11 @@ class BasePool:
         Returns:
             AsyncResult: of the task.
         """
-        result = AsyncResult(self._next_job(), self._cache, callback, error_callback)
-        self._put(result, [(0, self._prepared(func), tuple(args), dict(kwds or {}))])
-        return result
+        task = (self._prepared(func), tuple(args), dict(kwds or {}))
+        made = functools.partial(
+            AsyncResult, cache=self._cache, callback=callback, error_callback=error_callback
+        )
+        return self._submit(made, [task])  # type: ignore[no-any-return]
 
     def map(
         self,
@@ -235,12 +237,17 @@ class BasePool:
         if chunksize is None:
             chunksize = max(1, -(-len(elements) // (4 * self._processes)))
         chunks = chunks_of(elements, chunksize)
-        result = MapResult(
-            self._next_job(), self._cache, chunksize, len(elements), callback, error_callback
-        )
         prepared = self._prepared(func)
-        self._put(result, [(i, task, (prepared, chunk), {}) for i, chunk in enumerate(chunks)])
-        return result
+        made = functools.partial(
+            MapResult,
+            cache=self._cache,
+            chunksize=chunksize,
+            length=len(elements),
+            callback=callback,
+            error_callback=error_callback,
+        )
+        tasks: list[Any] = [(task, (prepared, chunk), {}) for chunk in chunks]
+        return self._submit(made, tasks)  # type: ignore[no-any-return]
 
     def _imap(
         self,
@@ -251,25 +258,30 @@ class BasePool:
     ) -> Any:
         elements = list(iterable)
         func = self._prepared(func)
-        if chunksize == 1:
-            result = kind(self._next_job(), self._cache, len(elements))
-            self._put(result, [(i, func, (each,), {}) for i, each in enumerate(elements)])
-            return result
-        chunks = chunks_of(elements, chunksize)
-        result = kind(self._next_job(), self._cache, len(chunks))
-        self._put(result, [(i, mapstar, (func, chunk), {}) for i, chunk in enumerate(chunks)])
-        return list(itertools.chain.from_iterable(result))
+        tasks: list[Any] = [(func, (each,), {}) for each in elements]
+        if chunksize != 1:
+            tasks = [(mapstar, (func, chunk), {}) for chunk in chunks_of(elements, chunksize)]
+        made = functools.partial(kind, cache=self._cache, length=len(tasks))
+        result = self._submit(made, tasks)
+        return result if chunksize == 1 else list(itertools.chain.from_iterable(result))
 
-    def _next_job(self) -> int:
-        self._check_running()
-        return next(self._jobs)
-
-    def _put(self, result: Any, tasks: list[tuple[int, Any, tuple[Any, ...], Any]]) -> None:
-        job = result._job
-        for task in tasks:
-            self.pool_inqueue_put((job, *task))
-        if self._state is PoolStates.TERMINATE and job in self._cache:  # while we were putting
+    def _submit(
+        self, made: Callable[[int], Any], tasks: list[tuple[Any, tuple[Any, ...], Any]]
+    ) -> Any:
+        """Put tasks in; return what their results come to, which ``made`` makes of a number."""
+        with self._lock:  # or close() finds nothing to wait for
+            self._check_running()
+            job = next(self._jobs)
+            result = made(job)
+        try:
+            for index, task in enumerate(tasks):
+                self.pool_inqueue_put((job, index, *task))
+        except BaseException:
+            self._cache.pop(job, None)
+            raise
+        if self._state is PoolStates.TERMINATE:  # it came to that while we were putting
             result._fail(self._error or _terminated())
+        return result
 
     def _check_running(self) -> None:
         if self._error is not None:
@@ -341,14 +353,16 @@ class BasePool:
                 self._break(exc)
                 return
             if got is not None:
-                job, index, outcome = got
-                waiting = self._cache.get(job)
-                if waiting is not None:
-                    waiting._set(index, outcome)
+                self._settle(*got)
             del got
         if self._state is PoolStates.CLOSE:
             for _ in range(self._processes):
                 self.pool_inqueue_put(None)
+
+    def _settle(self, job: int, index: int, outcome: tuple[bool, Any]) -> None:
+        waiting = self._cache.get(job)
+        if waiting is not None:
+            waiting._set(index, outcome)
 
     def _maintain(self) -> None:
         while self._needs_workers():
@@ -356,7 +370,7 @@ class BasePool:
             self._wake.clear()
             try:
                 self.maintain_pool()
-            except Exception as exc:
+            except BaseException as exc:
                 self._break(exc)
                 return
 
@@ -421,23 +435,7 @@ class BasePool:
             initializer, initargs: called first.
             maxtasks (int, optional): how many tasks to do at most.
         """
-        if initializer is not None:
-            initializer(*initargs)
-        for _ in itertools.count() if maxtasks is None else range(maxtasks):
-            task = get()
-            if task is None:
-                return
-            job, index, func, args, kwds = task
-            outcome: tuple[bool, Any]
-            try:
-                outcome = True, func(*args, **kwds)
-            except Exception as exc:
-                outcome = False, exc
-            try:
-                put((job, index, outcome))
-            except Exception as exc:
-                put((job, index, (False, MaybeEncodingError(exc, outcome[1]))))
-            del task, func, args, kwds, outcome
+        work(get, put, initializer, initargs, maxtasks)
 
 
 def _terminated() -> CallError:

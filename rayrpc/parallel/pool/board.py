@@ -1,7 +1,8 @@
 """Which worker does which task: the pool's side, which workers ask for more.
 
-A worker that asks brings the results of what it had.  Tasks that turn out to be short are given
-several at a time; what of them was not begun is taken back if others have nothing to do.
+A worker that asks brings the results that it has.  Tasks that turn out to be short are given
+several at a time.  If they are not after all, the worker is asked for the results that are ready,
+and for the tasks that it has not begun if others have nothing to do.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,10 @@ __all__ = ["Board"]
 # So much work is given at a time; a message costs a tenth of it.
 GIVE_SECONDS = 0.002
 GIVE_MOST = 256
-# Tasks that take this long, against expectation, are given back if somebody else is idle.
+# Who has had several tasks for so long is asked what has become of them.
 LATE_SECONDS = 0.05
 
+_Key = tuple[int, int]  # of a task: its job and index
 _Answer = tuple[Any, str, list[Task]]  # what completes with the tasks, of whom, and they
 
 
@@ -34,16 +36,16 @@ class _Worker:
 
     Args:
         room (int | None): how many more tasks it takes in its life.
-        given: tasks that it has, by job and index.
+        given: tasks that it has.
         since (float): when it got them.
         count (int): how many they were.
         asks (Future | None): what completes with its next tasks.
         has_asked (bool): it did once.
-        was_late (bool): it was asked to give tasks back.
+        was_late (bool): it was asked what has become of them.
     """
 
     room: int | None
-    given: dict[tuple[int, int], Task] = field(default_factory=dict)
+    given: dict[_Key, Task] = field(default_factory=dict)
     since: float = 0.0
     count: int = 0
     asks: Any = None
@@ -68,7 +70,6 @@ class Board:
         self._pack = pack
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
-        self._single: set[tuple[int, int]] = set()  # tasks that go alone
         self._workers: dict[str, _Worker] = {}
         self._idle: deque[str] = deque()
         self._seconds = GIVE_SECONDS  # that a task takes, with its message
@@ -113,7 +114,7 @@ class Board:
             answers = self._match()
         self._send(answers)
 
-    def report(self, name: str, results: list[Result]) -> None:
+    def report(self, name: str, results: Iterable[Result]) -> None:
         """Take results of a worker."""
         with self._lock:
             worker = self._workers.get(name)
@@ -123,82 +124,66 @@ class Board:
         for result in fresh:
             self._done(result)
 
-    def take(self, name: str, results: list[Result], error: BaseException | None) -> Any:
-        """Take results of a worker, and return a Future of its next tasks, None at the end.
+    def take(self, name: str, results: Iterable[Result]) -> Any:
+        """Take results of a worker that has nothing more to do.
 
-        Args:
-            name (str): of the worker.
-            results (list): what came of its tasks.
-            error: why it could not have the tasks that it was given last.
+        Returns:
+            Future: of its next tasks, None at the end.
         """
         self.report(name, results)
         future: Any = Future()
-        failed: list[Task] = []
         with self._lock:
             worker = self._workers.get(name)
             if worker is None:
                 future.set_result(None)
                 return future
-            if error is not None:
-                failed = self._again(worker)
-            elif worker.count:
+            if worker.count:
                 self._learn((time.monotonic() - worker.since) / worker.count)
+            self._take_back(worker, list(worker.given))  # it has not got them
+            if worker.asks is None:
+                self._idle.append(name)
+            else:  # nobody hears the answer to what it asked before
+                worker.asks.set_result(None)
             worker.asks = future
             worker.has_asked = True
-            self._idle.append(name)
             answers = self._match()
-        for job, index, *_ in failed:
-            assert error is not None
-            self._done((job, index, (False, error)))
         self._send(answers)
         return future
 
-    def late(self) -> list[str]:
-        """Return workers that have tasks for long, and have not begun all, while others idle."""
+    def late(self) -> list[tuple[str, bool]]:
+        """Return workers that have had several tasks for long, and whether to take any back."""
         now = time.monotonic()
         with self._lock:
-            if not self._idle or self._tasks:
-                return []
             late = [
                 name
                 for name, worker in self._workers.items()
                 if worker.asks is None and worker.count > 1 and now - worker.since > LATE_SECONDS
-                if not worker.was_late
+                if not worker.was_late or self._idle
             ]
             for name in late:
                 self._workers[name].was_late = True
-            return late
+            return [(name, bool(self._idle)) for name in late]
 
-    def give_back(self, name: str, tasks: list[tuple[int, int]]) -> None:
-        """Take back tasks that a worker has not begun."""
+    def give_back(self, name: str, keys: Iterable[_Key]) -> None:
+        """Take back tasks that a worker has not begun, and will not."""
         with self._lock:
             worker = self._workers.get(name)
             if worker is None:
                 return
-            back = [worker.given.pop(key) for key in tasks if key in worker.given]
-            worker.count = max(1, worker.count - len(back))
-            if worker.room is not None:
-                worker.room += len(back)
-            self._tasks.extendleft(reversed(back))
-            self._seconds = GIVE_SECONDS
+            self._take_back(worker, keys)
+            worker.count = 1
             answers = self._match()
         self._send(answers)
+
+    def _take_back(self, worker: _Worker, keys: Iterable[_Key]) -> None:
+        back = [worker.given.pop(key) for key in keys if key in worker.given]
+        if worker.room is not None:
+            worker.room += len(back)
+        self._tasks.extendleft(reversed(back))
 
     def _learn(self, seconds: float) -> None:
         # at once if they became longer, slowly if shorter
         self._seconds = max(seconds, 0.5 * (self._seconds + seconds))
-
-    def _again(self, worker: _Worker) -> list[Task]:
-        """Put tasks that could not be sent together back, to go alone; return one that did."""
-        tasks = list(worker.given.items())
-        worker.given.clear()
-        if worker.room is not None:
-            worker.room += len(tasks)
-        if len(tasks) < 2:
-            return [task for _, task in tasks]
-        self._single.update(key for key, _ in tasks)
-        self._tasks.extendleft(task for _, task in reversed(tasks))
-        return []
 
     def _match(self) -> list[_Answer]:
         """Give tasks to workers that ask; return what to send."""
@@ -209,11 +194,10 @@ class Board:
             tasks = self._next(worker)
             answers.append((worker.asks, name, tasks))
             worker.asks = None
-            # beside what it gives back at this moment
-            worker.given.update((task[:2], task) for task in tasks)
-            worker.was_late = False
+            worker.given = {task[:2]: task for task in tasks}
             worker.since = time.monotonic()
             worker.count = len(tasks)
+            worker.was_late = False
             if worker.room is not None:
                 worker.room -= len(tasks)
         return answers
@@ -223,17 +207,7 @@ class Board:
         count = min(share, int(GIVE_SECONDS / self._seconds), GIVE_MOST)
         if worker.room is not None:
             count = min(count, worker.room)
-        tasks: list[Task] = []
-        while self._tasks and len(tasks) < max(1, count):
-            alone = self._tasks[0][:2] in self._single
-            if alone and tasks:
-                break
-            task = self._tasks.popleft()
-            tasks.append(task)
-            if alone:
-                self._single.discard(task[:2])
-                break
-        return tasks
+        return [self._tasks.popleft() for _ in range(min(max(1, count), len(self._tasks)))]
 
     def _send(self, answers: list[_Answer]) -> None:
         for future, name, tasks in answers:

@@ -68,7 +68,7 @@ def with_context(context: Callable[[], Any], get: Callable[[], Any]) -> Callable
         if task is None:
             return None
         job, index, func, args, kwds = task
-        if func in (mapstar, starmapstar):
+        if func is mapstar or func is starmapstar:
             args = (functools.partial(args[0], context()), *args[1:])
         else:
             args = (context(), *args)

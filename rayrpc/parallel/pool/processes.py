@@ -1,62 +1,39 @@
 """Pools whose workers are processes all over the cluster.
 
-A worker asks the pool for tasks, by a call that brings the results of the last ones, and does
-them in one thread, as the main thread of a process of ``multiprocessing`` would.
+The other end, a worker, is in ``serving.py``.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import queue
 import threading
 import uuid
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.futures import Future
-
-from rayrpc._runtime import current
-from rayrpc._runtime.outcome import Error, Value, attempt, complete
-from rayrpc.errors import CallError, RpcError, SerializationError, WorkerDiedError
-from rayrpc.functions import async_execution
-from rayrpc.launch.crew import OWNER, Crew, count_cpus
+from rayrpc._runtime.outcome import Error, Value, attempt
+from rayrpc.errors import CallError, CallLostError, WorkerDiedError
+from rayrpc.launch.crew import Crew, count_cpus
 from rayrpc.parallel.pool.base import BasePool, PoolStates
 from rayrpc.parallel.pool.board import Board
 from rayrpc.parallel.pool.contexts import CtxPoolStorage, checked, enter, with_context
-from rayrpc.parallel.pool.shipping import Inbound, Outbound, prepared
+from rayrpc.parallel.pool.serving import Order, pools, serve, tell
+from rayrpc.parallel.pool.shipping import (
+    Outbound,
+    prepared,
+    unpacked,
+)
 from rayrpc.parallel.pool.tasks import Result, Task
 
 __all__ = ["CtxPool", "P2PPool", "Pool"]
 
 NO_TIMEOUT = 0.0
+AGAIN_SECONDS = 0.1  # after a connection was cut
 
 Setup = tuple[Callable[..., Any] | None, tuple[Any, ...]]
-
-
-class _Order(NamedTuple):
-    """What a worker is started with.
-
-    Args:
-        key (str): of the pool.
-        name (str): of the worker.
-        copies (bool): tensors go by value.
-        work (Callable): the pool's ``worker``.
-        initializer, initargs, maxtasks: for it.
-    """
-
-    key: str
-    name: str
-    copies: bool
-    work: Callable[..., None]
-    initializer: Callable[..., Any] | None
-    initargs: tuple[Any, ...]
-    maxtasks: int | None
-
-
-# -- the pool -----------------------------------------------------------------------------------
 
 
 class _Process:
@@ -68,9 +45,6 @@ class _Process:
         self.way = Outbound(copies)
         self.ended = threading.Event()
         self.error: BaseException | None = None  # that ends the pool
-
-
-_pools: weakref.WeakValueDictionary[str, Pool] = weakref.WeakValueDictionary()
 
 
 class Pool(BasePool):
@@ -122,7 +96,7 @@ class Pool(BasePool):
 
     def _prepared(self, func: Callable[..., Any]) -> Any:
         func = super()._prepared(func)
-        return prepared(func, self._is_recursive) if self._is_copy_tensor else func
+        return prepared(func) if self._is_copy_tensor else func
 
     def setup_queues(self) -> None:
         """Make the board that workers ask for tasks, and a queue of results."""
@@ -131,10 +105,12 @@ class Pool(BasePool):
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._board = Board(self._results.put, self._pack)
         self._crew = Crew(here=not self._is_copy_tensor)
-        _pools[self._key] = self
+        pools[self._key] = self
+        atexit.register(self.terminate)  # so it comes before the crew's end
 
     def _pack(self, name: str, tasks: list[Task]) -> Any:
-        return self._named[name].way.tasks(tasks)
+        process = self._named.get(name)
+        return None if process is None else process.way.tasks(tasks)
 
     def repopulate_pool(self) -> None:
         """Start workers until there are as many as there should be."""
@@ -144,16 +120,17 @@ class Pool(BasePool):
             self._named[process.name] = process
             self._pool.append(process)
             self._board.add(process.name, self._maxtasksperchild)
-            setup = self._setup_of(process.number)
-            order = _Order(
+            initializer, initargs = self._setup_of(process.number)
+            order = Order(
                 self._key,
                 process.name,
                 self._is_copy_tensor,
                 self.worker,
-                *setup,
+                prepared(initializer),
+                initargs,
                 self._maxtasksperchild,
             )
-            future = self._crew.call(process.name, _serve, (order,))
+            future = self._crew.call(process.name, serve, (order,))
             future.add_done_callback(functools.partial(self._ended, process))
 
     def _ended(self, process: _Process, future: Any) -> None:
@@ -163,7 +140,8 @@ class Pool(BasePool):
             f"worker {process.name!r} of a pool ended before it did its task"
         )
         has_worked = self._board.remove(process.name, left)
-        if error is not None and not (isinstance(error, WorkerDiedError) and has_worked):
+        is_lost = isinstance(error, (CallLostError, WorkerDiedError)) and has_worked
+        if error is not None and not is_lost:
             process.error = error
         process.ended.set()
         self._wake.set()
@@ -178,9 +156,9 @@ class Pool(BasePool):
                     raise process.error
             if self._needs_workers():  # else they are meant to end
                 self.repopulate_pool()
-        for name in self._board.late():
-            future = self._crew.call(name, _give_back, (self._key,))
-            future.add_done_callback(functools.partial(self._given_back, name))
+        for name, is_wanted in self._board.late():
+            future = self._crew.call(name, tell, (self._key, is_wanted))
+            future.add_done_callback(functools.partial(self._told, name))
 
     def _forget(self, processes: list[_Process]) -> None:
         for process in processes:
@@ -188,10 +166,13 @@ class Pool(BasePool):
             del self._named[process.name]
         self._crew.end([process.name for process in processes])
 
-    def _given_back(self, name: str, future: Any) -> None:
+    def _told(self, name: str, future: Any) -> None:
         outcome = attempt(future.value)
         if isinstance(outcome, Value):
-            self._board.give_back(name, outcome.value)
+            results, back = outcome.value
+            self.report(name, results)
+            if back:
+                self._board.give_back(name, back)
 
     def pool_inqueue_put(self, obj: Any) -> None:
         """Put a task on the board."""
@@ -214,26 +195,26 @@ class Pool(BasePool):
             for process in processes:
                 process.ended.wait()
         self._forget(processes)
+        atexit.unregister(self.terminate)
         self._crew.stop()
 
     def terminate_workers(self) -> None:
         """End all workers at once."""
-        _pools.pop(self._key, None)
+        pools.pop(self._key, None)
+        atexit.unregister(self.terminate)
         self._board.close(drop=True)
         self._crew.stop()
 
-    def _take(self, name: str, results: list[Any], error: BaseException | None) -> Any:
+    def take(self, name: str, results: list[Any], again: bool) -> Any:
+        """Take results of a worker that asks for tasks, and return a Future of these."""
         process = self._named.get(name)
-        if process is None:
-            return _settled(None)
-        if error is not None:
+        if again and process is not None:
             process.way.forget()
-        return self._board.take(name, process.way.results(results), error)
+        return self._board.take(name, map(_result, results))
 
-    def _report(self, name: str, results: list[Any]) -> None:
-        process = self._named.get(name)
-        if process is not None:
-            self._board.report(name, process.way.results(results))
+    def report(self, name: str, results: list[Any]) -> None:
+        """Take results of a worker."""
+        self._board.report(name, map(_result, results))
 
     @staticmethod
     def worker(
@@ -318,132 +299,9 @@ class CtxPool(Pool):
         Pool.worker(get, put, initializer, initargs, maxtasks)
 
 
-def _settled(value: Any) -> Any:
-    future: Any = Future()
-    future.set_result(value)
-    return future
-
-
-# -- called by workers --------------------------------------------------------------------------
-
-
-@async_execution
-def _next(key: str, name: str, results: list[Any], error: BaseException | None) -> Any:
-    pool = _pools.get(key)
-    return _settled(None) if pool is None else pool._take(name, results, error)
-
-
-def _bring(key: str, name: str, results: list[Any]) -> None:
-    pool = _pools.get(key)
-    if pool is not None:
-        pool._report(name, results)
-
-
-# -- the worker ---------------------------------------------------------------------------------
-
-
-class _Desk:
-    """Where a worker has its tasks, and results that it has not sent.
-
-    Args:
-        order (_Order): what it was started with.
-    """
-
-    def __init__(self, order: _Order) -> None:
-        self._who = (order.key, order.name)
-        self._way = Inbound(order.copies)
-        self._lock = threading.Lock()
-        self._tasks: deque[Task] = deque()
-        self._results: list[Any] = []
-
-    def get(self) -> Task | None:
-        """Return the next task, None if there will be none."""
-        while True:
-            with self._lock:
-                if self._tasks:
-                    return self._tasks.popleft()
-            sent = self._ask()
-            if sent is None:
-                return None
-            for task in self._way.tasks(sent):
-                if len(task) == 3:  # it could not be read
-                    self.put(task)
-                else:
-                    self._tasks.append(task)
-
-    def put(self, result: Result) -> None:
-        """Keep a result for the next message."""
-        self._results.append(self._way.result(result))
-
-    def give_back(self) -> list[tuple[int, int]]:
-        """Return which tasks were not begun, and never will be."""
-        with self._lock:
-            back = [task[:2] for task in self._tasks]
-            self._tasks.clear()
-        return back
-
-    def flush(self) -> None:
-        """Send the results that were kept."""
-        results, self._results = self._results, []
-        try:
-            self._call(_bring, results)
-        except RpcError:
-            self._bring_each(results)
-
-    def _ask(self) -> Any:
-        results, self._results = self._results, []
-        error: BaseException | None = None
-        while True:
-            try:
-                return self._call(_next, results, error)
-            except WorkerDiedError:
-                return None
-            except Exception as exc:
-                # a result that cannot be sent, or a task that cannot be read
-                self._bring_each(results)
-                results, error = [], SerializationError(f"a task of a pool {exc}")
-
-    def _bring_each(self, results: list[Any]) -> None:
-        for each in results:
-            try:
-                self._call(_bring, [each])
-            except WorkerDiedError:
-                return
-            except Exception as exc:
-                job, index, outcome = each
-                failure = MaybeEncodingError(exc, outcome[1])
-                self._call(_bring, [(job, index, (False, failure))])
-
-    def _call(self, func: Any, *args: Any) -> Any:
-        agent = current.get_agent()
-        arguments = (*self._who, *args)
-        return agent.caller.sync(agent.lookup(OWNER), func, arguments, {}, NO_TIMEOUT)
-
-
-_desks: dict[str, _Desk] = {}
-
-
-@async_execution
-def _serve(order: _Order) -> Any:
-    ended: Any = Future()
-    desk = _desks[order.key] = _Desk(order)
-
-    def run() -> None:
-        try:
-            order.work(desk.get, desk.put, order.initializer, order.initargs, order.maxtasks)
-            desk.flush()
-            outcome: Any = Value(None)
-        except Exception as exc:
-            outcome = Error(exc)
-        except BaseException as exc:
-            outcome = Error(WorkerDiedError(order.name, f"a task ended it by {exc!r}", "?"))
-        del _desks[order.key]
-        complete(ended, outcome)
-
-    threading.Thread(target=run, name="pool-worker", daemon=True).start()
-    return ended
-
-
-def _give_back(key: str) -> list[tuple[int, int]]:
-    desk = _desks.get(key)
-    return desk.give_back() if desk is not None else []
+def _result(sent: Any) -> Result:
+    job, index, (success, value) = sent
+    try:
+        return job, index, (success, unpacked(value))
+    except Exception as exc:
+        return job, index, (False, exc)

@@ -85,8 +85,9 @@ class AsyncResult:
         self._end(False, error)
 
     def _end(self, success: bool, value: Any) -> None:
+        if self._cache.pop(self._job, None) is None:
+            return  # it has ended
         self._success, self._value = success, value
-        self._cache.pop(self._job, None)
         callback = self._callback if success else self._error_callback
         if callback is not None:
             try:
