@@ -76,10 +76,14 @@ def test_split_models_train_as_in_one_process(run_example, name):
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("collectives.py", ("--darts", "100000", "--tolerance", "0.05"), "together: 3.1"),
+        ("collectives.py", ("--processes", "2", "--tolerance", "0.05"), "together: 3.1"),
         ("services.py", ("--stock", "12"), "{'apple': 0, 'melon': 0}"),
         ("ordered_server.py", ("--clients", "2", "--rounds", "40"), "80 rolls"),
-        ("gradient_server.py", ("--steps", "100", "--min-accuracy", "0.6"), "300 gradients"),
+        (
+            "gradient_server.py",
+            ("--processes", "2", "--steps", "150", "--min-accuracy", "0.6"),
+            "300",
+        ),
     ],
 )
 def test_programs_of_machin_parallel(run_example, name, arguments, text):
