@@ -207,8 +207,8 @@ def test_what_a_slow_worker_has_not_begun_goes_to_others(board, done):
     idle = board.take("b", results_of(rest))
     assert not idle.done() and board.late() == []
     time.sleep(1.2 * LATE_SECONDS)
-    assert board.late() == [("a", True)]
-    board.give_back("a", [each[:2] for each in given[2:]])
+    assert [each[::2] for each in board.late()] == [("a", True)]
+    board.give_back("a", board._workers["a"].turn, [each[:2] for each in given[2:]])
     assert idle.value() == [given[2]]
     before = len(done)
     board.take("a", results_of(given[:2]))
@@ -225,10 +225,11 @@ def test_what_is_given_back_late_is_not_lost(board, done):
     while others.done():
         others = board.take("b", results_of(others.value()))
     time.sleep(1.2 * LATE_SECONDS)
-    assert board.late() == [("a", True)]
+    ((name, turn, is_wanted),) = board.late()
+    assert (name, is_wanted) == ("a", True)
     asked = board.take("a", results_of(given[:1]))  # before what it gives back is here
     assert others.value() + asked.value() == given[1:]
-    board.give_back("a", [each[:2] for each in given[2:]])
+    board.give_back("a", turn, [each[:2] for each in given[1:]])  # of an earlier turn
     board.report("b", results_of(given[1:2]))
     assert done[-1] == results_of(given[1:2])[0]
 
@@ -237,7 +238,7 @@ def test_a_slow_worker_is_asked_once_while_all_have_something_to_do(board):
     many_given(board)
     board.take("b", [])
     time.sleep(1.2 * LATE_SECONDS)
-    assert ("a", False) in board.late()
+    assert ("a", False) in [each[::2] for each in board.late()]
     assert board.late() == []
 
 

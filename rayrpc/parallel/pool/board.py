@@ -39,6 +39,7 @@ class _Worker:
         given: tasks that it has.
         since (float): when it got them.
         count (int): how many they were.
+        turn (int): how often it was given some.
         asks (Future | None): what completes with its next tasks.
         has_asked (bool): it did once.
         was_late (bool): it was asked what has become of them.
@@ -48,6 +49,7 @@ class _Worker:
     given: dict[_Key, Task] = field(default_factory=dict)
     since: float = 0.0
     count: int = 0
+    turn: int = 0
     asks: Any = None
     has_asked: bool = False
     was_late: bool = False
@@ -150,8 +152,12 @@ class Board:
         self._send(answers)
         return future
 
-    def late(self) -> list[tuple[str, bool]]:
-        """Return workers that have had several tasks for long, and whether to take any back."""
+    def late(self) -> list[tuple[str, int, bool]]:
+        """Return workers that have had several tasks for long, and whether to take any back.
+
+        Returns:
+            for each its name, its turn, and whether others have nothing to do.
+        """
         now = time.monotonic()
         with self._lock:
             late = [
@@ -162,13 +168,13 @@ class Board:
             ]
             for name in late:
                 self._workers[name].was_late = True
-            return [(name, bool(self._idle)) for name in late]
+            return [(name, self._workers[name].turn, bool(self._idle)) for name in late]
 
-    def give_back(self, name: str, keys: Iterable[_Key]) -> None:
-        """Take back tasks that a worker has not begun, and will not."""
+    def give_back(self, name: str, turn: int, keys: Iterable[_Key]) -> None:
+        """Take back tasks of a turn of a worker, which has not begun them, and will not."""
         with self._lock:
             worker = self._workers.get(name)
-            if worker is None:
+            if worker is None or worker.turn != turn:  # it may have got them again
                 return
             self._take_back(worker, keys)
             worker.count = 1
@@ -197,6 +203,7 @@ class Board:
             worker.given = {task[:2]: task for task in tasks}
             worker.since = time.monotonic()
             worker.count = len(tasks)
+            worker.turn += 1
             worker.was_late = False
             if worker.room is not None:
                 worker.room -= len(tasks)

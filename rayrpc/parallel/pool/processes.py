@@ -156,9 +156,9 @@ class Pool(BasePool):
                     raise process.error
             if self._needs_workers():  # else they are meant to end
                 self.repopulate_pool()
-        for name, is_wanted in self._board.late():
+        for name, turn, is_wanted in self._board.late():
             future = self._crew.call(name, tell, (self._key, is_wanted))
-            future.add_done_callback(functools.partial(self._told, name))
+            future.add_done_callback(functools.partial(self._told, name, turn))
 
     def _forget(self, processes: list[_Process]) -> None:
         for process in processes:
@@ -166,13 +166,13 @@ class Pool(BasePool):
             del self._named[process.name]
         self._crew.end([process.name for process in processes])
 
-    def _told(self, name: str, future: Any) -> None:
+    def _told(self, name: str, turn: int, future: Any) -> None:
         outcome = attempt(future.value)
         if isinstance(outcome, Value):
             results, back = outcome.value
             self.report(name, results)
             if back:
-                self._board.give_back(name, back)
+                self._board.give_back(name, turn, back)
 
     def pool_inqueue_put(self, obj: Any) -> None:
         """Put a task on the board."""

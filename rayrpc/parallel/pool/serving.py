@@ -101,11 +101,12 @@ class _Desk:
             sent = self._say(_next)
             if sent is None:
                 return None
-            for each in self._way.tasks(sent):
+            arrived = self._way.tasks(sent)
+            for each in arrived:
                 if len(each) == 3:  # it could not be sent, or read
                     self.put(each)
-                else:
-                    self._tasks.append(each)
+            with self._lock:
+                self._tasks.extend(each for each in arrived if len(each) != 3)
 
     def put(self, result: Result) -> None:
         """Keep a result for the next message."""
@@ -116,10 +117,13 @@ class _Desk:
             self._results.append((job, index, (success, value)))
 
     def so_far(self, is_wanted: bool) -> tuple[list[Any], list[tuple[int, int]]]:
-        """Return the results that were kept, and, if wanted, what will not be begun any more."""
+        """Return the results that are kept, and, if wanted, what will not be begun any more.
+
+        The results will be sent again with the next message, which may be there earlier.
+        """
         back: list[tuple[int, int]] = []
         with self._lock:
-            results, self._results = self._results, []
+            results = list(self._results)
             if is_wanted:
                 back = [task[:2] for task in self._tasks]
                 self._tasks.clear()
@@ -130,7 +134,8 @@ class _Desk:
         self._say(_bring)
 
     def _say(self, func: Any) -> Any:
-        results, _ = self.so_far(is_wanted=False)
+        with self._lock:
+            results, self._results = self._results, []
         again = False
         while True:
             agent = current.get_agent()
