@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ import ray
 from rayrpc import config, startup
 from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray_cluster import connect, through_client
+from rayrpc.config import WorkerResources
 from rayrpc.errors import PlacementError
-from rayrpc.launch.placement import check_placeable, placed_options, this_node
+from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
 __all__ = ["Crew", "OWNER", "count_cpus"]
@@ -101,6 +103,7 @@ class Crew:
             )
         self._node = this_node() if here else None
         self._actors: dict[str, Any] = {}
+        self._node_of: dict[str, str] = {}
         self._stopped = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -118,8 +121,8 @@ class Crew:
         wanted = {name: settings.resources_for(name) for name in names}
         check_placeable(wanted)
         placed = placed_options(wanted, None, settings.placement_timeout)
-        for options in placed.values():
-            options["scheduling_strategy"] = self._strategy()
+        for name, options in placed.items():
+            options["scheduling_strategy"] = self._strategy(name, wanted[name])
         actors = start_into(self._agent, settings, wanted, placed)
         with self._lock:
             if not self._stopped:
@@ -129,11 +132,21 @@ class Crew:
             ray.kill(actor)
         raise PlacementError("the workers that were being started are not needed any more")
 
-    def _strategy(self) -> Any:
-        if self._node is None:
+    def _strategy(self, name: str, want: WorkerResources) -> Any:
+        """Return where a worker is to run: here, or where there are most CPUs for each worker."""
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        if self._node is not None:
+            return affinity(self._node, soft=False)
+        cpus = {
+            node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+        }
+        if demands(want) or not any(cpus.values()):
             return "SPREAD"
-        strategies = ray.util.scheduling_strategies
-        return strategies.NodeAffinitySchedulingStrategy(self._node, soft=False)
+        # Ray itself puts workers that ask for nothing anywhere
+        there = Counter(self._node_of.values())
+        node = min((each for each in cpus if cpus[each]), key=lambda n: (there[n] + 1) / cpus[n])
+        self._node_of[name] = node
+        return affinity(node, soft=True)
 
     def call(self, name: str, func: Any, args: tuple[Any, ...]) -> Any:
         """Call a worker, without a timeout; return a Future, which fails if the worker dies."""
@@ -143,6 +156,8 @@ class Crew:
     def end(self, names: Sequence[str]) -> None:
         """End workers when what they have printed is here."""
         actors = [self._actors.pop(name) for name in names if name in self._actors]
+        for name in names:
+            self._node_of.pop(name, None)
         if not ray.is_initialized():  # any more: they ended with it
             return
         refs = [actor.leave_group.remote() for actor in actors]

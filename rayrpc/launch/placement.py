@@ -14,6 +14,7 @@ from rayrpc.errors import PlacementError
 
 __all__ = [
     "check_placeable",
+    "demands",
     "free_group",
     "named",
     "placed_options",

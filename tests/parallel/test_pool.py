@@ -16,6 +16,8 @@ from conftest import eventually
 
 import rayrpc as rpc
 from rayrpc import errors
+from rayrpc.config import WorkerResources
+from rayrpc.launch.crew import Crew
 from rayrpc.parallel.pickle import dumps
 from rayrpc.parallel.pool import (
     BasePool,
@@ -435,6 +437,20 @@ def test_short_tasks_do_not_keep_each_other_waiting(pool, tmp_path):
         waits = pool.apply_async(wait_for, (path,))
         pool.apply_async(make, (path,))
         waits.get(40)
+
+
+def test_workers_are_laid_out_by_the_nodes_cpus(monkeypatch):
+    large, small, head = (digit * 56 for digit in "abc")
+    cpus = {large: 6, small: 2, head: 0}
+    nodes = [{"NodeID": n, "Alive": True, "Resources": {"CPU": c}} for n, c in cpus.items()]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    made = Crew()
+    try:
+        chosen = [made._strategy(f"w{i}", WorkerResources()).node_id for i in range(8)]
+        assert chosen.count(large) == 6 and chosen.count(small) == 2
+        assert made._strategy("w8", WorkerResources(num_gpus=1)) == "SPREAD"
+    finally:
+        made.stop()
 
 
 def test_a_pool_beside_rpc_and_in_a_pool():
