@@ -8,7 +8,7 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -88,12 +88,13 @@ class Crew:
 
     Args:
         here (bool): start workers on this process's node only.
+        at_exit (Callable, optional): called when the program ends, to ``stop``; default: that.
 
     Raises:
         PlacementError: ``here``, but this process is on no node of the cluster.
     """
 
-    def __init__(self, here: bool = False) -> None:
+    def __init__(self, here: bool = False, at_exit: Callable[[], None] | None = None) -> None:
         self._settings = config.settings()
         connect(self._settings)
         if here and through_client():
@@ -107,8 +108,9 @@ class Crew:
         self._stopped = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._at_exit = at_exit or self.stop
         self._agent = _membership.enter(self._settings)
-        atexit.register(self.stop)
+        atexit.register(self._end_with_program)
 
     def start(self, count: int) -> list[str]:
         """Start workers, wait until they serve, and return their names.
@@ -166,16 +168,18 @@ class Crew:
         for actor in actors:
             ray.kill(actor)
 
+    def _end_with_program(self) -> None:
+        if os.getpid() == self._pid:  # a fork has none of this
+            self._at_exit()
+
     def stop(self) -> None:
         """End all workers at once."""
-        if os.getpid() != self._pid:  # a fork, which has none of this
-            return
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
             actors, self._actors = self._actors, {}
-        atexit.unregister(self.stop)
+        atexit.unregister(self._end_with_program)
         if ray.is_initialized():
             for actor in actors.values():
                 ray.kill(actor)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import ray
-
 from rayrpc import config
-from rayrpc._transports.ray_cluster import connect
+from rayrpc.launch.crew import count_cpus
 from rayrpc.launch.workers import start_with
 
 __all__ = ["start_forkers"]
@@ -23,6 +21,5 @@ def start_forkers(prefix: str) -> None:
         prefix (str): of their names.
     """
     settings = dataclasses.replace(config.settings(), num_worker_threads=THREADS)
-    connect(settings)
-    count = settings.fork_workers or int(ray.cluster_resources().get("CPU", 1))
+    count = settings.fork_workers or count_cpus()
     start_with(settings, [f"{prefix}{number}" for number in range(count)])

@@ -5,7 +5,6 @@ The other end, a worker, is in ``serving.py``.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import queue
 import threading
@@ -85,10 +84,7 @@ class Pool(BasePool):
                 f'Invalid share method: "{share_method}"; with is_copy_tensor=False it must be '
                 '"cpu" or "cuda"'
             )
-        self._is_recursive = is_recursive
-        self._is_daemon = is_daemon
         self._is_copy_tensor = is_copy_tensor
-        self._share_method = share_method
         super().__init__(processes, initializer, initargs, maxtasksperchild)
 
     def _count_cpus(self) -> int:
@@ -104,9 +100,8 @@ class Pool(BasePool):
         self._named: dict[str, _Process] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._board = Board(self._results.put, self._pack)
-        self._crew = Crew(here=not self._is_copy_tensor)
+        self._crew = Crew(here=not self._is_copy_tensor, at_exit=self.terminate)
         pools[self._key] = self
-        atexit.register(self.terminate)  # so it comes before the crew's end
 
     def _pack(self, name: str, tasks: list[Task]) -> Any:
         process = self._named.get(name)
@@ -195,13 +190,11 @@ class Pool(BasePool):
             for process in processes:
                 process.ended.wait()
         self._forget(processes)
-        atexit.unregister(self.terminate)
         self._crew.stop()
 
     def terminate_workers(self) -> None:
         """End all workers at once."""
         pools.pop(self._key, None)
-        atexit.unregister(self.terminate)
         self._board.close(drop=True)
         self._crew.stop()
 
@@ -218,11 +211,7 @@ class Pool(BasePool):
 
     @staticmethod
     def worker(
-        get: Callable[[], Any],
-        put: Callable[[Any], None],
-        initializer: Callable[..., Any] | None = None,
-        initargs: tuple[Any, ...] = (),
-        maxtasks: int | None = None,
+        get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
         """Do tasks until there are no more; exceptions bring their traceback with them."""
 
@@ -232,7 +221,7 @@ class Pool(BasePool):
                 value = ExceptionWithTraceback(value, value.__traceback__)
             put((job, index, (success, value)))
 
-        BasePool.worker(get, put_result, initializer, initargs, maxtasks)
+        BasePool.worker(get, put_result, *args, **kwargs)
 
 
 class P2PPool(Pool):
@@ -288,15 +277,11 @@ class CtxPool(Pool):
 
     @staticmethod
     def worker(
-        get: Callable[[], Any],
-        put: Callable[[Any], None],
-        initializer: Callable[..., Any] | None = None,
-        initargs: tuple[Any, ...] = (),
-        maxtasks: int | None = None,
+        get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
         """Do tasks, with this worker's context as the functions' first argument."""
         get = with_context(lambda: CtxPoolStorage.storage, get)
-        Pool.worker(get, put, initializer, initargs, maxtasks)
+        Pool.worker(get, put, *args, **kwargs)
 
 
 def _result(sent: Any) -> Result:

@@ -56,7 +56,7 @@ class ThreadPool(Pool):
     def setup_queues(self) -> None:
         """Make two queues of this process."""
         self._inqueue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outqueue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._results = queue.SimpleQueue()
 
     def repopulate_pool(self) -> None:
         """Start threads until there are as many as there should be."""
@@ -70,7 +70,7 @@ class ThreadPool(Pool):
 
         def work() -> None:
             self.worker(
-                self._inqueue.get, self._outqueue.put, initializer, initargs, self._maxtasksperchild
+                self._inqueue.get, self._results.put, initializer, initargs, self._maxtasksperchild
             )
             self._wake.set()
 
@@ -88,13 +88,6 @@ class ThreadPool(Pool):
     def pool_inqueue_put(self, obj: Any) -> None:
         """Put a task into the queue."""
         self._inqueue.put(obj)
-
-    def pool_outqueue_get(self, timeout: float) -> Any:
-        """Take a result out of the queue."""
-        try:
-            return self._outqueue.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no result came in {timeout} s") from None
 
     def join_workers(self) -> None:
         """Wait until all threads have ended, after ``terminate`` for 5 s at most."""
@@ -149,12 +142,8 @@ class CtxThreadPool(ThreadPool):
 
     @staticmethod
     def worker(
-        get: Callable[[], Any],
-        put: Callable[[Any], None],
-        initializer: Callable[..., Any] | None = None,
-        initargs: tuple[Any, ...] = (),
-        maxtasks: int | None = None,
+        get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
         """Do tasks, with this thread's context as the functions' first argument."""
         get = with_context(lambda: CtxThreadPool._context.value, get)
-        ThreadPool.worker(get, put, initializer, initargs, maxtasks)
+        ThreadPool.worker(get, put, *args, **kwargs)
