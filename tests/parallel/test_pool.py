@@ -390,6 +390,23 @@ def test_functions_of_a_script_share_their_globals(start, script):
     assert "done" in run.output
 
 
+OPEN = """
+from rayrpc.parallel.pool import Pool
+
+pool = Pool(1)
+assert pool.apply(max, (1, 2)) == 2
+pool.apply_async(__import__("time").sleep, (60,))
+print("done")
+"""
+
+
+def test_a_program_may_end_with_a_pool_open(start, script):
+    run = start(script(OPEN))
+    assert run.end(60) == 0, run.output
+    said = [line for line in run.output.splitlines() if "(raylet)" not in line]
+    assert said[-1:] == ["done"] and not any("rror" in line for line in said), run.output
+
+
 class TwoArguments(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} {two}")
