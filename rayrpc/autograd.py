@@ -18,7 +18,7 @@ import torch
 from rayrpc._runtime import current
 from rayrpc._runtime.grad_context import DistAutogradContext
 from rayrpc._runtime.grad_hook import ID_BITS, contexts, find_context
-from rayrpc._runtime.grad_passes import run_backward
+from rayrpc._runtime.grad_lead import run_backward
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
@@ -92,9 +92,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Source: ``torch.distributed.autograd.get_gradients``.
     """
-    found = find_context(context_id)
-    with found.lock:
-        return dict(found.gradients)
+    return find_context(context_id).gradients()
 
 
 # -- names of torch's that its tests and libraries use -----------------------------------------

@@ -87,11 +87,7 @@ class _LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         context = contexts().get(context_id)
-        if context is None:  # this worker was not called in it
-            found: dict[torch.Tensor, torch.Tensor] = {}
-        else:
-            with context.lock:
-                found = dict(context.gradients)
+        found = context.gradients() if context is not None else {}  # None: it was not called in it
         gradients = [found.get(param) for param in self._params]
         with self._lock:
             if self._takes_gradients:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from rayrpc._runtime import current
 from rayrpc._runtime.cell import Cell
 from rayrpc._runtime.codec import add_reducer, reduce_rref
-from rayrpc._runtime.grad_passes import run_backward
+from rayrpc._runtime.grad_lead import run_backward
 from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._runtime.messages import Fork
 from rayrpc._runtime.outcome import Error, Value, complete, fresh

@@ -42,6 +42,10 @@ def hang_later(x):
     return Hangs.apply(x)
 
 
+def hang_here(to, x, w):
+    return Hangs.apply(rpc.rpc_sync(to, targets.step, args=(x, w)))
+
+
 @pytest.fixture
 def doomed(ray_cluster):
     """Workers to kill: their pids, by name."""
@@ -66,6 +70,22 @@ class TestDeaths:
                 autograd.backward(context_id, [y.sum()])
             assert time.monotonic() - killed[0] < SECONDS
         assert eventually(lambda: contexts_at("carol") == 0)
+
+    def test_a_worker_that_dies_while_another_takes_long_is_an_error_at_once(self, doomed, leaves):
+        """The pass comes to dave after carol, who is what it waits for now."""
+        x, w = leaves
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("carol", hang_here, args=("dave", x, w))
+            killed = []
+
+            def kill():
+                killed.append(time.monotonic())
+                os.kill(doomed["dave"], signal.SIGKILL)
+
+            threading.Timer(1.0, kill).start()
+            with pytest.raises(errors.WorkerDiedError, match="dave"):
+                autograd.backward(context_id, [y.sum()])
+            assert time.monotonic() - killed[0] < SECONDS
 
     def test_a_pass_that_needs_a_worker_that_is_gone_fails(self, doomed, leaves):
         x, w = leaves

@@ -134,16 +134,19 @@ class Caller:
 
     def start(
         self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float
-    ) -> Callable[[], Any]:
-        """Run a function on a worker; return what waits for its value, to be called once."""
+    ) -> Callable[..., Any]:
+        """Run a function on a worker; return what waits for its value, to be called once.
+
+        That may be given a function, which is asked twice a second whether to wait no longer.
+        """
         hooks = self._wanted()
         if not hooks:
             is_async, payload = self._encode(to, func, args, kwargs)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
             return self._post(to, frame, timeout, payload.lent)
         if any(hook.needs_future for hook in hooks):
-            waits: Callable[[], Any] = self.future(to, func, args, kwargs, timeout, "sync").wait
-            return waits
+            future = self.future(to, func, args, kwargs, timeout, "sync")
+            return lambda unwanted=None: future.wait()
         call = self._outgoing("sync", to, func, args, kwargs)
         with self._sending(call, hooks):
             is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
@@ -273,21 +276,8 @@ class Caller:
         data, buffers, forks, _ = payload
         number = self._call_ids()
         session, me = self._session, self._me.id
-        return Frame(
-            kind,
-            session,
-            me,
-            number,
-            None,
-            None,
-            is_async,
-            meta,
-            ack,
-            control,
-            forks,
-            data,
-            buffers,
-        )
+        meta_and_more = meta, ack, control, forks, data, buffers
+        return Frame(kind, session, me, number, None, None, is_async, *meta_and_more)
 
     # -- replies ------------------------------------------------------------------------------
 
@@ -298,8 +288,8 @@ class Caller:
         timeout: float,
         lent: tuple[Any, ...] = (),
         call: OutgoingCall | None = None,
-    ) -> Callable[[], Any]:
-        """Send a call; return what waits for its value."""
+    ) -> Callable[..., Any]:
+        """Send a call; return what waits for its value; see ``start``."""
         step_aside()
         self._waits[frame.call_id] = None
         with self._lock:
@@ -319,10 +309,11 @@ class Caller:
         timeout: float,
         lent: tuple[Any, ...],
         call: OutgoingCall | None,
+        unwanted: Callable[[], bool] | None = None,
     ) -> Any:
         try:
             try:
-                reply = self._await(pending, timeout)
+                reply = self._await(pending, timeout, unwanted)
             except TimeoutError:
                 pending.on_done(functools.partial(self._too_late, to, lent))
                 raise _timed_out(timeout) from None
@@ -330,7 +321,9 @@ class Caller:
         finally:
             del self._waits[number]
 
-    def _await(self, pending: Pending, timeout: float) -> Frame:
+    def _await(
+        self, pending: Pending, timeout: float, unwanted: Callable[[], bool] | None
+    ) -> Frame:
         end = time.monotonic() + timeout if timeout else math.inf
         left = timeout or LOOK_SECONDS
         while True:
@@ -340,7 +333,7 @@ class Caller:
                 if self._closed:  # by another thread; nothing else would end this one
                     raise _shut_down() from None
                 left = end - time.monotonic()
-                if left <= 0:
+                if left <= 0 or (unwanted is not None and unwanted()):
                     raise
 
     def _start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from rayrpc._runtime.grad_graph import Entry
 from rayrpc._runtime.grad_joints import Recorder, SendFunction, is_receive
+from rayrpc._runtime.grad_leaves import Leaves
+from rayrpc._runtime.turns import afterwards
 from rayrpc.errors import RpcError
 
 __all__ = ["DistAutogradContext", "Sent"]
@@ -35,8 +38,10 @@ class DistAutogradContext:
         #: of messages that were sent and received, by the message's id
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Any] = {}
-        #: gradients so far, by leaf
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # by leaf
+        self._taken: list[Leaves] = []  # that will be added to these
+        self._adding = threading.Lock()
+        self._error: Exception | None = None
         #: workers that were called in it, and that called
         self.known: set[int] = set()
         self.callers: set[int] = set()
@@ -60,6 +65,9 @@ class DistAutogradContext:
 
     def all_leads(self, me: int, message_id: int) -> dict[Sent, list[Sent]]:
         """Return what a message of this worker leads to, and these in turn, as far as is known."""
+        if not self.receives:  # there is nothing yet that it could lead to
+            afterwards(lambda: self._prepare(message_id))
+            return {(me, message_id): []}
         found: dict[Sent, list[Sent]] = {}
         todo = [(me, message_id)]
         while todo and len(found) < MOST_LEADS:
@@ -75,6 +83,34 @@ class DistAutogradContext:
                 found[sent] = leads
                 todo += leads
         return found
+
+    def take(self, leaves: Leaves) -> None:
+        """Take the gradients of a pass; unless anybody sees it, add them up after the answer."""
+        if leaves.by_node:
+            leaves.settle(self._gradients, self.lock)
+        elif leaves.gradients:
+            self._taken.append(leaves)
+            afterwards(self._add_up)
+
+    def _add_up(self) -> None:
+        with self._adding:
+            try:
+                while self._taken:
+                    self._taken.pop().settle(self._gradients, self.lock)
+            except Exception as exc:  # as when there is no memory
+                self._error = exc
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients so far, by leaf.
+
+        Raises:
+            Exception: they could not be added up.
+        """
+        self._add_up()
+        if self._error is not None:
+            raise self._error
+        with self.lock:
+            return dict(self._gradients)
 
     def begin(self, pass_id: int, run: Any) -> dict[int, Any]:
         """Note that a pass begins here; return the gradients that came before."""
@@ -97,6 +133,10 @@ class DistAutogradContext:
             node = self.sends[message_id]
             entry = self._entries[message_id] = Entry(node.next_functions, self.is_exit)
         return entry
+
+    def _prepare(self, message_id: int) -> None:
+        with contextlib.suppress(RpcError):  # whoever asks is told
+            self.entry(message_id)
 
     def is_exit(self, node: Any) -> bool:
         """Tell whether a node is a receive function of this context.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rayrpc._runtime.grad_leaves import Leaves, added, is_watched, without_hooks
+from rayrpc._runtime.grad_leaves import Leaves, added, watched, without_hooks
 
 __all__ = ["Entry", "GradGraph", "Stage"]
 
@@ -164,12 +164,9 @@ class GradGraph:
 
     def _hooked_later(self, targets: set[GradientEdge], at_once: bool) -> list[torch.Tensor]:
         """Return leaves whose hooks must not see what flows now, but the whole gradient."""
-        hooked = []
-        node: Any
-        for node, *_ in targets:
-            if type(node) is _LEAF:
-                hooks = node.variable._backward_hooks
-                if (hooks and not at_once) or is_watched(node):
-                    self._by_node.add(node)
-                    hooked.append(node.variable)
-        return hooked
+        leaves: list[Any] = [edge.node for edge in targets if type(edge.node) is _LEAF]
+        hooked = set(watched(leaves))
+        if not at_once:
+            hooked.update(node for node in leaves if node.variable._backward_hooks)
+        self._by_node |= hooked
+        return [node.variable for node in hooked]

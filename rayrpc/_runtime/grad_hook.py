@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,8 @@ EPOCH_BITS = 40  # of the number for each worker that had this id
 AUTOGRAD = "autograd"
 # Calls that arrive after their context was released must not bring it back; so many are known.
 MOST_OVER = 4096
-# Who was called in a context hears of its end by the next call, or after this time.
-TELL_SECONDS = 0.01
+# Who was called in a context hears of its end by the next call, or after one to two times this.
+TELL_SECONDS = 0.02
 
 
 class _Here(threading.local):
@@ -192,18 +192,25 @@ class GradContexts(Hook):
             if self._tells:
                 return
             self._tells = True
-        self._agent.soon(self._tell_now)
+        self._agent.soon(self._tell_late)
 
-    def _tell_now(self) -> None:
-        time.sleep(TELL_SECONDS)
-        with self.lock:
-            self._tells = False
-            to_tell, self._to_tell = self._to_tell, {}
-        for worker, context_ids in to_tell.items():
-            if not context_ids or self._agent.find(worker) is None:
-                continue
-            with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left
-                call_outside(worker, _released, (context_ids, self._me), self._agent.rpc_timeout)
+    def _tell_late(self) -> None:
+        """Tell who was not called for a while, until everybody is told."""
+        seen: dict[int, list[int]] = {}
+        while self._tells:
+            time.sleep(TELL_SECONDS)
+            with self.lock:
+                # the same list as the last time: no call has taken it along
+                due = [w for w, context_ids in self._to_tell.items() if seen.get(w) is context_ids]
+                to_tell = [(worker, self._to_tell.pop(worker)) for worker in due]
+                seen = self._to_tell.copy()
+                self._tells = bool(seen)
+            for worker, context_ids in to_tell:
+                if self._agent.find(worker) is None:
+                    continue
+                args = context_ids, self._me
+                with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left
+                    call_outside(worker, _released, args, self._agent.rpc_timeout)
 
     def _hear(self, context_ids: list[int], by: int) -> None:
         for context_id in context_ids:
@@ -236,6 +243,7 @@ class GradContexts(Hook):
         """Forget everything."""
         with self.lock:
             self._contexts.clear()
+            self._to_tell.clear()
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -252,7 +260,10 @@ class GradContexts(Hook):
         context, recorder = call.notes[AUTOGRAD]
         context.note_sent(recorder, call.to.id)
         context.known.add(call.to.id)
-        over = self._to_tell.pop(call.to.id, ())
+        over: Sequence[int] = ()
+        if call.to.id in self._to_tell:
+            with self.lock:
+                over = self._to_tell.pop(call.to.id, ())
         call.meta[AUTOGRAD] = context.id, recorder.message_id, over
 
     def future(self, call: OutgoingCall) -> Any:
@@ -333,8 +344,8 @@ def call_outside(worker: int, func: Any, args: Any, timeout: float) -> Any:
         return agent.caller.future(agent.lookup(worker), func, args, {}, timeout)
 
 
-def start_outside(worker: int, func: Any, args: Any, timeout: float) -> Callable[[], Any]:
-    """Call a worker outside of all contexts; return what waits for the result."""
+def start_outside(worker: int, func: Any, args: Any, timeout: float) -> Callable[..., Any]:
+    """Call a worker outside of all contexts; return what waits for the result; see ``start``."""
     agent = current.get_agent()
     with _Inside(None):
         return agent.caller.start(agent.lookup(worker), func, args, {}, timeout)

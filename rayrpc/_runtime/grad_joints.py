@@ -155,6 +155,8 @@ class _Receive(torch.autograd.Function):
 # a node's name, by which programs know it, is made of its class's
 _receive_function: Any = type("torch::distributed::autograd::RecvRpc", (_Receive,), {})
 _ReceiveNode: type = _receive_function._backward_cls
+# without what Function.apply does for functorch, which takes longer than all the rest
+_apply: Any = super(torch.autograd.Function, _receive_function).apply
 _anchor = torch.empty(0, requires_grad=True)  # torch makes a node only of what requires grad
 
 
@@ -167,8 +169,11 @@ def receive(message_id: int) -> Any:
     _here.arrived.clear()  # of messages that could not be decoded
     if not tensors:
         return None
-    with torch.enable_grad():
-        joined = _receive_function.apply(_anchor, tensors)
+    if torch.is_grad_enabled():
+        joined = _apply(_anchor, tensors)
+    else:
+        with torch.enable_grad():
+            joined = _apply(_anchor, tensors)
     node = joined[0].grad_fn
     node.message_id = message_id
     node.count = len(tensors)

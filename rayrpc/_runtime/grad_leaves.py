@@ -10,13 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Leaves", "added", "is_watched", "without_hooks"]
+__all__ = ["Leaves", "added", "watched", "without_hooks"]
+
+MOST_UNWATCHED = 1 << 16  # leaves to remember
 
 _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # newer torch has it
 
@@ -29,12 +32,49 @@ def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-def is_watched(node: Any) -> bool:
-    """Tell whether more than its gradient has to happen at the node of a leaf."""
+class _Unwatched:
+    """Remember which leaves nobody watches: it takes a hook to find out.
+
+    That holds until the next hook is registered anywhere: torch numbers them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leaves: set[int] = set()  # by their id; who takes the place of one has no hook yet
+        self._hooks = -1  # the number that the next hook was to have
+
+    def sort_out(self, nodes: Sequence[Any]) -> list[Any]:
+        """Return those nodes of leaves that somebody watches."""
+        with self._lock:
+            if RemovableHandle.next_id != self._hooks or len(self._leaves) > MOST_UNWATCHED:
+                self._leaves.clear()
+                self._hooks = RemovableHandle.next_id
+            found = []
+            for node in nodes:
+                if id(node.variable) in self._leaves:
+                    continue
+                if node.variable._post_accumulate_grad_hooks or self._has_hooks(node):
+                    found.append(node)
+                else:
+                    self._leaves.add(id(node.variable))
+            return found
+
+    def _has_hooks(self, node: Any) -> bool:
+        self._hooks += 1  # the probe's
+        return _has_hooks(node)
+
+
+_unwatched = _Unwatched()
+
+
+def watched(nodes: Sequence[Any]) -> Sequence[Any]:
+    """Return those nodes of leaves where more than their gradient has to happen."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True  # DDP's hooks cannot be seen
-    if node.variable._post_accumulate_grad_hooks:
-        return True
+        return nodes  # DDP's hooks cannot be seen
+    return _unwatched.sort_out(nodes)
+
+
+def _has_hooks(node: Any) -> bool:
     probe = node.register_hook(_probe)
     hooks = probe.hooks_dict_ref()
     probe.remove()
@@ -77,16 +117,16 @@ class Leaves(NamedTuple):
     def settle(self, into: dict[torch.Tensor, torch.Tensor], lock: Any) -> None:
         """Add them to those of a context, which has them by leaf; ``lock`` guards it."""
         gradients = self.gradients
-        watched = {node: gradients[node] for node in self.by_node if node in gradients}
+        seen_by_others = {n: gradients[n] for n in self.by_node if n in gradients}
         seen = collections.Counter(_memory(gradient) for gradient in gradients.values())
         own: dict[torch.Tensor, torch.Tensor] = {}
         while gradients:
             node, gradient = gradients.popitem()
-            if node not in watched:
+            if node not in seen_by_others:
                 is_alone = seen[_memory(gradient)] == 1
                 own[node.variable] = _own(gradient, node.variable, is_alone)
-        if watched:
-            own.update(_accumulate(watched))
+        if seen_by_others:
+            own.update(_accumulate(seen_by_others))
         with lock, torch.no_grad():
             for leaf, gradient in own.items():
                 there = into.get(leaf)

@@ -13,7 +13,9 @@ Who calls ``backward`` leads the pass:
 
 The answer to *begin* comes when the part is over, or fails; or when the part can only go on with
 gradients from the leader, who then gets that answer to one of its next messages.  So two workers
-take turns, and each message of a pass between them is the answer to another.
+take turns, and each message of a pass between them is the answer to another.  A part is over when
+its graph has been run, whether or not others have answered to its gradients: they tell the leader
+themselves what becomes of these.
 
 Torch describes such a pass as its SMART mode, and has built the FAST one, which takes every message
 of the context for used.
@@ -21,43 +23,35 @@ of the context for used.
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.futures import Future
 
 from rayrpc._runtime import current
-from rayrpc._runtime.grad_context import DistAutogradContext, Sent
+from rayrpc._runtime.grad_context import DistAutogradContext
 from rayrpc._runtime.grad_graph import Entry, GradGraph
-from rayrpc._runtime.grad_hook import call_outside, contexts, find_context, start_outside
-from rayrpc._runtime.turns import step_aside
+from rayrpc._runtime.grad_hook import call_outside, contexts, find_context
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["run_backward"]
+__all__ = ["Gradients", "NO_TIMEOUT", "Pass", "begin_part", "give_up"]
 
-ROOTS = -1  # known by this, beside the ids of messages
 NO_TIMEOUT = 0.0  # a part may take long; that a worker dies is noticed
 
 #: gradients of the tensors of messages, None for a tensor that was not used, by message
 Gradients = dict[int, Sequence[torch.Tensor | None]]
 
 
-class State(enum.IntEnum):
-    """How it stands with a worker's part, as far as the leader has to know."""
-
-    PROMISED = 0  #: another answer will say so
-    WAITING = 1  #: for gradients from the leader, and nothing else
-    OVER = 2
-
-
-class Answer(NamedTuple):
-    """What a worker says to gradients: others, for who sent them, and to the leader its state."""
-
-    gradients: Gradients
-    state: State
+#: what a worker says to gradients: others, for who sent them, and to the leader one of the below
+Answer = tuple[Gradients, int]
+# How it stands with a worker's part, as far as the leader has to know.  (An enum, or a class for
+# the answer, would take longer to pickle than all the rest of one.)
+PROMISED = 0  # another answer will say so
+WAITING = 1  # for gradients from the leader, and nothing else
+OVER = 2
 
 
 class Pass:
@@ -87,7 +81,7 @@ class Pass:
         self._me = self._agent.info.id
         self._home = contexts()
         self._lock = threading.Lock()
-        self._open = 1  # what has to end first: this worker's graph, others' parts, and calls
+        self._open = 1  # what has to end first: this worker's graph; at the leader, others' parts
         self._is_over = False
         self._is_failed = False
         self._is_running = False
@@ -146,13 +140,13 @@ class Pass:
             self._is_fed = True
         if source is not None:
             back.update(out.pop(source, {}))
-        if list(out) == [self._leader] and stage.leaves is not None and self._open == 1:
-            self._last = out.pop(self._leader)  # nothing else holds that answer up
+        if stage.leaves is not None:
+            self._last = out.pop(self._leader, {})  # the end is told at once
         for worker, gradients in out.items():
             self._propagate(worker, gradients)
         if stage.leaves is None:
             return True
-        stage.leaves.settle(self._context.gradients, self._context.lock)
+        self._context.take(stage.leaves)
         self._close_one()
         return False
 
@@ -162,9 +156,7 @@ class Pass:
         self._ask(worker, _propagate, gradients, self._me, is_waiting)
 
     def _ask(self, worker: int, func: Any, *args: Any) -> None:
-        """Call another worker; the pass ends after its answer, or with its error."""
-        with self._lock:
-            self._open += 1
+        """Call another worker; its error ends the pass."""
         self._call(worker, func, (self._context.id, self.id, *args))
 
     def _call(self, worker: int, func: Any, args: Any) -> None:
@@ -176,35 +168,41 @@ class Pass:
         try:
             gradients, state = answer()
         except BaseException as exc:
-            self.fail(exc)
+            if not self.fail(exc):
+                self._complain(exc)
             return
-        if state is State.WAITING:
+        if state == WAITING:
             self._waiting.add(worker)
         if gradients:
             self.feed(gradients)
-        if state is State.OVER:
+        if state == OVER:
             self._close_one()
-        self._close_one()
+
+    def _complain(self, error: BaseException) -> None:
+        """Tell the leader of an error when no answer will."""
+        told = f"Error on Node {self._me}: {error}"
+        with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
+            call_outside(self._leader, give_up, (self._context.id, self.id, told), NO_TIMEOUT)
 
     def answer(self, back: Gradients, source: int) -> Any:
         """Return what to answer to gradients from ``source``, a Future; see ``feed``."""
         with self._lock:
             is_due = source == self._leader and not self._is_promised
             self._is_promised |= is_due
-        return self.promised(back) if is_due else _now(Answer(back, State.PROMISED))
+        return self.promised(back) if is_due else _now((back, PROMISED))
 
     def promised(self, back: Gradients) -> Any:
         """Return the answer that tells the leader of the end, unless it is the leader's turn."""
         with self._lock:
             if self._is_over:
                 ended = self.future if self._is_failed else None
-            elif self._open == 1 and not self._is_running and self._waits_for_leader():
+            elif not self._is_running and self._waits_for_leader():
                 self._is_promised = False
-                return _now(Answer(back, State.WAITING))
+                return _now((back, WAITING))
             else:
                 ended = self.future
         if ended is None:
-            return _now(Answer({**self._last, **back}, State.OVER))
+            return _now(({**self._last, **back}, OVER))
         if back:
             self._propagate(self._leader, back)
         return ended
@@ -220,13 +218,13 @@ class Pass:
                 return
             self._is_over = True
         self._end()
-        self.future.set_result(Answer(self._last, State.OVER))
+        self.future.set_result((self._last, OVER))
 
-    def fail(self, error: BaseException) -> None:
-        """End the pass with an error, unless it is over."""
+    def fail(self, error: BaseException) -> bool:
+        """End the pass with an error, unless it is over; tell whether the leader hears of it."""
         with self._lock:
             if self._is_over:
-                return
+                return False
             self._is_over = self._is_failed = True
         self._end()
         if not isinstance(error, RpcError):
@@ -234,6 +232,7 @@ class Pass:
             told.__cause__ = error.with_traceback(None)
             error = told
         self.future.set_exception(error)
+        return self._is_promised
 
     def _end(self) -> None:
         self._context.passes.pop(self.id, None)
@@ -241,159 +240,10 @@ class Pass:
             self._home.passes -= 1
 
 
-class LedPass(Pass):
-    """The part of the worker that leads a pass, and waits for the others.
-
-    Args:
-        parts (dict): the messages of others that take part, by their worker.
-        context, pass_id, entries, retain: as for ``Pass``.
-    """
-
-    def __init__(
-        self,
-        context: DistAutogradContext,
-        pass_id: int,
-        entries: dict[int, Entry],
-        retain: bool,
-        parts: dict[int, set[int]],
-    ) -> None:
-        super().__init__(context, pass_id, entries, retain, current.get_agent().info.id)
-        self._parts = parts
-        self._to_tell = dict(parts)  # those that were not told to begin yet
-        received = {node.message_id for each in entries.values() for node in each.exits}
-        self._at_once = [each for each, message_ids in parts.items() if not message_ids <= received]
-        self._retain = retain
-        self._thread = threading.get_ident()
-        # calls that this thread is to make while it waits; None: it waits no longer
-        self._asked: list[tuple[int, Any, Any]] | None = []
-
-    def wait(self, roots: Gradients) -> None:
-        """Run the pass from its roots, and wait for its end.
-
-        This thread waits for the answer to the last of its calls itself, so that no other has to
-        wake up.
-        """
-        try:
-            for worker in self._at_once:  # who gets gradients from here alone hears with them
-                self._tell(worker, {})
-            self.begin(roots)
-            while asked := self._take_asked():
-                for call in asked[:-1]:
-                    super()._call(*call)
-                worker, func, args = asked[-1]
-                self._answered(worker, start_outside(worker, func, args, NO_TIMEOUT))
-        except BaseException as exc:  # a worker cannot be reached
-            self.fail(exc)
-        step_aside()
-        self.future.wait()
-
-    def _take_asked(self) -> list[tuple[int, Any, Any]]:
-        """Return the calls to make now; none: this thread makes no more."""
-        with self._lock:
-            asked = self._asked
-            if not asked or self._is_over:
-                self._asked = None
-                return []
-            self._asked = []
-            return asked
-
-    def gone(self, worker: int, error: WorkerDiedError) -> None:
-        """End the pass, if a worker that takes part died."""
-        if worker in self._parts:
-            self.fail(error)
-
-    def _tell(self, worker: int, gradients: Gradients) -> None:
-        message_ids = sorted(self._to_tell.pop(worker))
-        with self._lock:
-            self._open += 1  # its part
-        self._ask(worker, _begin, message_ids, self._retain, self._leader, gradients)
-
-    def _propagate(self, worker: int, gradients: Gradients) -> None:
-        if worker in self._to_tell:
-            self._tell(worker, gradients)
-        else:
-            super()._propagate(worker, gradients)
-
-    def _call(self, worker: int, func: Any, args: Any) -> None:
-        if self._asked is not None and threading.get_ident() == self._thread:
-            self._asked.append((worker, func, args))
-        else:
-            super()._call(worker, func, args)
-
-
 def _now(answer: Answer) -> Any:
     future: Any = Future()
     future.set_result(answer)
     return future
-
-
-def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -> None:
-    """Run a backward pass from ``roots``, and wait until it is done everywhere.
-
-    Raises:
-        RuntimeError: there is no such context, or a worker's part of the pass failed.
-    """
-    context = find_context(context_id)
-    _check(roots)
-    agent = current.get_agent()
-    me = agent.info.id
-    edges = [(root.grad_fn, root.output_nr) for root in roots]
-    root = Entry(edges, context.is_exit)
-    parts = _explore_all(context, root)
-    entries = {message_id: context.entry(message_id) for message_id in parts.pop(me, ())}
-    run = LedPass(context, contexts().new_id(), {ROOTS: root, **entries}, retain, parts)
-    try:
-        run.wait({ROOTS: [torch.ones_like(each) for each in roots]})
-    except BaseException:
-        for worker in parts:
-            if agent.find(worker) is not None:
-                call_outside(worker, _give_up, (context_id, run.id, me), agent.rpc_timeout)
-        raise
-
-
-def _check(roots: Sequence[torch.Tensor]) -> None:
-    if not roots:
-        raise RpcError("No tensors provided for gradient computation.")
-    for root in roots:
-        shape = tuple(root.shape)
-        if not root.requires_grad:
-            raise RpcError(f"requires_grad not set on root of shape {shape}")
-        if root.numel() != 1:
-            raise RpcError(f"root of shape {shape} is not a scalar, all roots need to be scalar")
-        if root.grad_fn is None:
-            raise RpcError(f"root of shape {shape} does not have a valid gradient function.")
-
-
-def _explore_all(context: DistAutogradContext, root: Entry) -> dict[int, set[int]]:
-    """Return the messages that take part in a pass, by the worker that sent them."""
-    agent = current.get_agent()
-    parts: dict[int, set[int]] = {}
-    found = context.leads_of(root)
-    while found:
-        asked = []
-        new: dict[int, list[int]] = {}
-        for worker, message_id in found:
-            known = parts.setdefault(worker, set())
-            if message_id not in known:
-                known.add(message_id)
-                new.setdefault(worker, []).append(message_id)
-        here = new.pop(agent.info.id, [])
-        told: list[Sent] = []
-        for worker, message_ids in new.items():
-            unknown = []
-            for message_id in message_ids:
-                if (leads := context.leads.get((worker, message_id))) is None:
-                    unknown.append(message_id)
-                else:
-                    told += leads
-            if unknown:
-                args = (context.id, unknown)
-                asked.append(call_outside(worker, _explore, args, agent.rpc_timeout))
-        found = told + (_explore(context.id, here) if here else [])
-        step_aside()
-        for answer in asked:
-            found += answer.wait()
-    return parts
 
 
 # -- what workers ask of one another ----------------------------------------------------------
@@ -405,14 +255,8 @@ def _gives_future(func: Any) -> Any:
     return func
 
 
-def _explore(context_id: int, message_ids: list[int]) -> list[tuple[int, int]]:
-    """Return the messages, with who sent them, that messages of this worker's depend on."""
-    context = find_context(context_id)
-    return [each for number in message_ids for each in context.leads_of(context.entry(number))]
-
-
 @_gives_future
-def _begin(
+def begin_part(
     context_id: int,
     pass_id: int,
     message_ids: list[int],
@@ -435,11 +279,11 @@ def _propagate(
         return run.answer(run.feed(gradients, source), source)
     if is_waiting:
         raise RpcError(f"the part of worker {current.get_agent().info.id} in the pass has ended")
-    return _now(Answer({}, State.PROMISED))
+    return _now(({}, PROMISED))
 
 
-def _give_up(context_id: int, pass_id: int, leader: int) -> None:
+def give_up(context_id: int, pass_id: int, why: str) -> None:
     context = contexts().get(context_id)
     run = context.passes.get(pass_id) if context is not None else None
     if run is not None:
-        run.fail(RpcError(f"the backward pass of worker {leader} failed elsewhere"))
+        run.fail(RpcError(why))

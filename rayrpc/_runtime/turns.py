@@ -19,6 +19,7 @@ __all__ = [
     "SHORT_SECONDS",
     "Turn",
     "Watch",
+    "afterwards",
     "called_by_name",
     "has_turn",
     "step_aside",
@@ -76,6 +77,18 @@ def step_aside(briefly: bool = False) -> None:
         turn.end()
 
 
+def afterwards(task: Callable[[], None]) -> None:
+    """Run a task, which must not raise, after the answer to the message that is dealt with here.
+
+    Or at once: if this thread deals with none, or is taking long.
+    """
+    turn = _here.turn
+    if isinstance(turn, Turn) and not turn.over:
+        turn.tasks.append(task)
+    else:
+        task()
+
+
 @contextlib.contextmanager
 def when_blocking(notice: Callable[[], None]) -> Iterator[None]:
     """Have ``notice`` called once, before this thread, which reads nothing, blocks in a call."""
@@ -122,7 +135,17 @@ class Turn:
         watch (Watch): ends it when that is due.
     """
 
-    __slots__ = ("_lock", "_relieve", "_watch", "alone", "busy", "over", "serial", "stayed")
+    __slots__ = (
+        "_lock",
+        "_relieve",
+        "_watch",
+        "alone",
+        "busy",
+        "over",
+        "serial",
+        "stayed",
+        "tasks",
+    )
 
     def __init__(self, relieve: Callable[[], None], watch: Watch) -> None:
         self._relieve = relieve
@@ -137,6 +160,8 @@ class Turn:
         self.alone = False
         #: for that reason the thread did not step aside
         self.stayed = False
+        #: to be run when the message was dealt with
+        self.tasks: list[Callable[[], None]] = []
 
     def __enter__(self) -> Turn:
         _here.turn = self
@@ -157,6 +182,8 @@ class Turn:
 
     def ready(self) -> bool:
         """Note that it was dealt with; return True if this thread is to read the next."""
+        while self.tasks:
+            self.tasks.pop()()
         with self._lock:
             self.busy = False
             return not self.over

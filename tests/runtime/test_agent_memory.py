@@ -279,6 +279,18 @@ def test_a_call_that_takes_longer_than_its_timeout_ends_in_torchs_words(a, b):
     event("x").set()
 
 
+def test_who_waits_can_be_told_that_the_value_is_unwanted(a, b):
+    unwanted = threading.Event()
+    wait = a.agent.caller.start(a.find(b), wait_for, ("go",), {}, 0)
+    threading.Timer(0.1, unwanted.set).start()
+    start = time.monotonic()
+    with pytest.raises(CallTimeoutError):
+        wait(unwanted.is_set)
+    assert time.monotonic() - start < WAIT / 2
+    event("go").set()
+    assert eventually(lambda: a.agent.caller.active == b.agent.callee.active == 0)
+
+
 def test_a_timeout_of_zero_is_none(a, b):
     future = a.future(b, wait_for, "x", timeout=0)
     assert not future.done()

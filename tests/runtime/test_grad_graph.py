@@ -7,8 +7,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from rayrpc._runtime import grad_joints
+from rayrpc._runtime.grad_context import DistAutogradContext
 from rayrpc._runtime.grad_graph import Entry, GradGraph
-from rayrpc._runtime.grad_leaves import added
+from rayrpc._runtime.grad_leaves import Leaves, added
 
 
 def received(*tensors):
@@ -101,6 +102,33 @@ def test_hooks_of_a_leafs_node_run_once_and_leave_its_grad_alone(weight):
     assert runs == [1] and weight.grad is kept
     (expected,) = torch.autograd.grad(whole, weight)
     torch.testing.assert_close(gradients[weight], expected)
+
+
+def test_hooks_of_a_leafs_node_are_seen_whenever_they_were_registered(weight):
+    run_alternating(weight)
+    run_alternating(weight)  # by now it is known that nobody watches
+    runs = []
+    node = weight.view(3, 3).grad_fn.next_functions[0][0]
+    handle = node.register_hook(lambda inputs, outputs: runs.append(1))
+    run_alternating(weight)
+    run_alternating(weight)
+    assert runs == [1, 1]
+    handle.remove()
+    run_alternating(weight)
+    weight.register_post_accumulate_grad_hook(lambda leaf: runs.append(2))
+    run_alternating(weight)
+    assert runs == [1, 1, 2]
+
+
+def test_gradients_that_cannot_be_added_up_are_an_error_of_who_asks(weight):
+    context = DistAutogradContext(1)
+    node = weight.view(3, 3).grad_fn.next_functions[0][0]
+    for _ in range(2):
+        context.take(Leaves({node: torch.ones(3, 3)}, set()))
+    torch.testing.assert_close(context.gradients()[weight], torch.full((3, 3), 2.0))
+    context.take(Leaves({node: torch.ones(2)}, set()))
+    with pytest.raises(RuntimeError, match="size"):
+        context.gradients()
 
 
 def test_entries_that_arrived_together_run_together(weight):

@@ -14,6 +14,7 @@ from rayrpc._runtime.turns import (
     Habits,
     Turn,
     Watch,
+    afterwards,
     called_by_name,
     has_turn,
     step_aside,
@@ -47,6 +48,30 @@ def test_a_thread_that_is_done_in_time_keeps_its_turn(watch):
             assert has_turn()
             assert turn.ready()
     assert relieved.count == 0 and not has_turn()
+
+
+def test_what_can_wait_is_done_when_the_message_was_dealt_with(watch):
+    done = []
+    with Turn(lambda: None, watch) as turn:
+        turn.begin()
+        afterwards(lambda: done.append("first"))
+        afterwards(lambda: done.append("second"))
+        assert done == []
+        assert turn.ready() and sorted(done) == ["first", "second"]
+        turn.begin()
+        assert turn.ready() and len(done) == 2
+
+
+def test_what_can_wait_does_not_where_the_thread_takes_long(watch):
+    """Else what a function does again and again would pile up until it ends."""
+    done = []
+    afterwards(lambda: done.append("no message is dealt with"))
+    with Turn(lambda: None, watch) as turn:
+        turn.begin()
+        step_aside()
+        afterwards(lambda: done.append("it has stepped aside"))
+        assert len(done) == 2
+        turn.ready()
 
 
 def test_a_thread_that_is_busy_for_long_is_relieved_once(watch):
