@@ -34,9 +34,10 @@ test: install ## Run the tests
 compliance: install ## Run PyTorch's own RPC suites
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
 
-bench: install ## Time calls, and whole programs
+bench: install ## Time calls, whole programs, and training
 	$(PY) tests/benchmarks/bench_rpc.py --output build/bench $(ARGS)
 	$(PY) tests/benchmarks/bench_programs.py --output build/bench $(ARGS)
+	$(PY) tests/benchmarks/bench_training.py --output build/bench $(ARGS)
 
 lint: install typecheck ## Check style, format and types
 	$(PY) -m ruff check .

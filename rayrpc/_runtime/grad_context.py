@@ -96,7 +96,7 @@ class DistAutogradContext:
         with self._adding:
             try:
                 while self._taken:
-                    self._taken.pop().settle(self._gradients, self.lock)
+                    self._taken.pop(0).settle(self._gradients, self.lock)
             except Exception as exc:  # as when there is no memory
                 self._error = exc
 

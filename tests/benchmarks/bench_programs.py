@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 
 from cluster import ROOT, about_text, clean_up_on_sigterm, cluster, settle
-from measures import ROWS, Quantity
+from measures import MODELS, ROWS, Quantity
 from options import read_options
 from report import Round, print_table, summary, write_json
 
@@ -75,23 +75,6 @@ PROGRAMS = {
         quick_amount=300,
         result=r"^async: (\d+) updates in ([\d.]+) s ",
     ),
-    **{
-        f"autograd-{model}": Program(
-            f"distributed autograd, {title}, steps",
-            "/s",
-            "tests/benchmarks/training.py",
-            (model,),
-            length="--steps",
-            amount=amount,
-            quick_amount=amount // 8,
-            result=r"^(\d+) steps in ([\d.]+) s$",
-        )
-        for model, title, amount in (
-            ("mlp", "MLP split over 2 workers", 1200),
-            ("rnn", "LSTM with remote embedding and decoder", 600),
-            ("table", "embedding table with 4 trainers", 1600),
-        )
-    },
 }
 COLUMNS = {
     "tensorpipe": (sys.executable,),
@@ -102,7 +85,7 @@ AGAINST = {"tensorpipe": (), "rayrpc": ("tensorpipe",)}
 
 def main() -> None:
     """Read the command line and measure."""
-    options = read_options(__doc__, list(PROGRAMS), others=list(ROWS))
+    options = read_options(__doc__, list(PROGRAMS), others=[*ROWS, *MODELS])
     rows = list(PROGRAMS) if options.only is None else options.only
     if not rows:
         return

@@ -27,7 +27,7 @@ from typing import Any
 from bench_programs import PROGRAMS
 from children import Child, ChildError, answer
 from cluster import about_text, clean_up_on_sigterm, cluster, settle
-from measures import ROWS, Effort
+from measures import MODELS, ROWS, Effort
 from options import read_options
 from report import Round, print_table, summary, write_chart, write_json
 
@@ -38,7 +38,7 @@ BASE = "tensorpipe"
 
 def main() -> None:
     """Read the command line, and measure or be one of the processes of a measurement."""
-    options = read_options(__doc__, list(ROWS), others=list(PROGRAMS))
+    options = read_options(__doc__, list(ROWS), others=[*PROGRAMS, *MODELS])
     if options.role:
         _play(options.role, options.address)
         return

@@ -17,7 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["ROWS", "SMALL_LOADS", "Calls", "Effort", "Quantity", "Row", "floats", "measure"]
+__all__ = [
+    "MODELS",
+    "ROWS",
+    "SMALL_LOADS",
+    "Calls",
+    "Effort",
+    "Quantity",
+    "Row",
+    "floats",
+    "measure",
+]
 
 BATCH = 500
 THREADS = 8
@@ -96,6 +106,14 @@ class Quantity:
     def cost(self, result: float) -> float:
         """Return something proportional to the time per call."""
         return 1 / result if self.unit == "/s" else result
+
+
+#: what is trained, by ``bench_training.py``
+MODELS = {
+    "autograd-mlp": Quantity("distributed autograd, MLP split over 2 workers, steps", "/s"),
+    "autograd-rnn": Quantity("distributed autograd, LSTM with remote parts, steps", "/s"),
+    "autograd-table": Quantity("distributed autograd, table with 4 trainers, steps", "/s"),
+}
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def print_table(report: dict[str, Any], rows: Mapping[str, Quantity]) -> None:
         rest = [text.rjust(width) for text, width in zip(line[2:], widths[2:], strict=True)]
         print("  ".join(first + rest).rstrip())
     print(
-        f"medians of {len(report['rounds'])} round(s); ratios are of times per call: above 1 is "
+        f"medians of {len(report['rounds'])} round(s) or turns; ratios are of times: above 1 is "
         "slower",
         flush=True,
     )

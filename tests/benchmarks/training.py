@@ -1,4 +1,4 @@
-"""Train something with distributed autograd, and print how fast: a program for the benchmark.
+"""Train something with distributed autograd: the program of ``bench_training.py``.
 
     python tests/benchmarks/training.py MODEL [--steps N]
     rayrpc run tests/benchmarks/training.py MODEL [--steps N]
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -23,6 +25,10 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.nn import functional as F
 
 TRAINERS = 4
+AGAIN = 4  # steps before a turn is timed: others had the processor
+
+#: trains for so many steps, and returns how many they were
+Train = Callable[[int], int]
 
 
 class Part:
@@ -43,15 +49,21 @@ def part(worker: str, module: nn.Module) -> rpc.RRef:
     return rpc.remote(worker, Part, args=(module,))
 
 
-def loop(steps: int, forward, parameters: list[rpc.RRef]) -> None:
+def trainer(forward: Callable[[], torch.Tensor], parameters: list[rpc.RRef]) -> Train:
+    """Return what trains a model for so many steps."""
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
-    for _ in range(steps):
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [forward()])
-            optimizer.step(context_id)
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            with dist_autograd.context() as context_id:
+                dist_autograd.backward(context_id, [forward()])
+                optimizer.step(context_id)
+        return steps
+
+    return train
 
 
-def mlp(steps: int) -> int:
+def mlp() -> Train:
     halves = [
         part("worker1", nn.Sequential(nn.Linear(64, 256), nn.ReLU())),
         part("worker2", nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))),
@@ -62,11 +74,10 @@ def mlp(steps: int) -> int:
         middle = halves[0].rpc_sync().forward(inputs)
         return F.cross_entropy(halves[1].rpc_sync().forward(middle), labels)
 
-    loop(steps, forward, [rref for half in halves for rref in half.rpc_sync().parameters()])
-    return steps
+    return trainer(forward, [rref for half in halves for rref in half.rpc_sync().parameters()])
 
 
-def rnn(steps: int) -> int:
+def rnn() -> Train:
     words, width, batch, length = 200, 64, 16, 12
     embedding = part("worker1", nn.Embedding(words, width))
     decoder = part("worker1", nn.Linear(width, words))
@@ -78,58 +89,83 @@ def rnn(steps: int) -> int:
         return F.cross_entropy(decoder.rpc_sync().forward(out).flatten(0, 1), text[1:].flatten())
 
     parameters = embedding.rpc_sync().parameters() + decoder.rpc_sync().parameters()
-    loop(steps, forward, parameters + [rpc.RRef(p) for p in here.parameters()])
-    return steps
+    return trainer(forward, parameters + [rpc.RRef(p) for p in here.parameters()])
 
 
-def train_on_table(table: rpc.RRef, steps: int, seed: int) -> None:
-    """Run on a trainer."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    dense = nn.Linear(32, 8)
+class TableTrainer:
+    """One of the trainers of a table, on its worker."""
 
-    def forward() -> torch.Tensor:
-        items = torch.randint(1000, (64,))
-        return F.cross_entropy(dense(table.rpc_sync().forward(items)), items % 8)
+    def __init__(self, table: rpc.RRef, seed: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        dense = nn.Linear(32, 8)
 
-    parameters = table.rpc_sync().parameters() + [rpc.RRef(p) for p in dense.parameters()]
-    loop(steps, forward, parameters)
+        def forward() -> torch.Tensor:
+            items = torch.randint(1000, (64,))
+            return F.cross_entropy(dense(table.rpc_sync().forward(items)), items % 8)
+
+        parameters = table.rpc_sync().parameters() + [rpc.RRef(p) for p in dense.parameters()]
+        self._train = trainer(forward, parameters)
+
+    def train(self, steps: int) -> int:
+        return self._train(steps)
 
 
-def table(steps: int) -> int:
+def table() -> Train:
     rows = part("worker0", nn.Embedding(1000, 32))
-    each = steps // TRAINERS
-    torch.futures.wait_all(
-        [
-            rpc.rpc_async(f"worker{n}", train_on_table, args=(rows, each, n), timeout=0)
-            for n in range(1, TRAINERS + 1)
-        ]
-    )
-    return each * TRAINERS
+    trainers = [
+        rpc.remote(f"worker{n}", TableTrainer, args=(rows, n)) for n in range(1, TRAINERS + 1)
+    ]
+
+    def train(steps: int) -> int:
+        each = -(-steps // TRAINERS)
+        done = [trainer.rpc_async(timeout=0).train(each) for trainer in trainers]
+        return sum(torch.futures.wait_all(done))
+
+    return train
 
 
 MODELS = {"mlp": (mlp, 3), "rnn": (rnn, 2), "table": (table, TRAINERS + 1)}
-WARM_UP = 8
+WARM_UP = 40
 
 
 def run(rank: int, args: argparse.Namespace) -> None:
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29560")
     torch.set_num_threads(1)
-    train, size = MODELS[args.model]
+    build, size = MODELS[args.model]
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
     if rank == 0:
+        train = build()
         train(WARM_UP)
-        start = time.perf_counter()
-        steps = train(args.steps)
-        print(f"{steps} steps in {time.perf_counter() - start:.3f} s", flush=True)
+        if args.turns:
+            take_turns(train, args.turns)
+        else:
+            start = time.perf_counter()
+            steps = train(args.steps)
+            print(f"{steps} steps in {time.perf_counter() - start:.3f} s", flush=True)
+        del train  # and its RRefs, before the group ends
     rpc.shutdown()
+
+
+def take_turns(train: Train, path: str) -> None:
+    """Train when asked to, by a line with the number of steps; answer with steps a second."""
+    with socket.socket(socket.AF_UNIX) as asker:
+        asker.connect(path)
+        with asker.makefile("rw") as lines:
+            print(flush=True, file=lines)  # ready
+            for line in lines:
+                train(AGAIN)
+                start = time.perf_counter()
+                steps = train(int(line))
+                print(steps / (time.perf_counter() - start), flush=True, file=lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training with distributed autograd.")
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--turns", metavar="SOCKET", help="take turns: train when asked there")
     args = parser.parse_args()
     mp.spawn(run, args=(args,), nprocs=MODELS[args.model][1])
 
