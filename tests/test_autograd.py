@@ -175,6 +175,15 @@ def describe(tensor):
     return type(tensor).__name__, tensor.is_leaf
 
 
+def not_here():
+    raise ValueError("not here")
+
+
+class Unreadable:
+    def __reduce__(self):
+        return not_here, ()
+
+
 def loss_of(x, w):
     return targets.step(x, w).sum()
 
@@ -285,6 +294,13 @@ class TestContexts:
             autograd.context(),
         ):
             pass
+
+    def test_end_also_where_a_call_that_says_so_cannot_be_read(self, workers, leaves):
+        x, w = leaves
+        with autograd.context():
+            rpc.rpc_sync("alice", targets.step, args=(x, w))
+        with autograd.context(), pytest.raises(ValueError, match="not here"):
+            rpc.rpc_sync("alice", targets.step, args=(Unreadable(), w))
 
     def test_two_at_a_time_keep_apart(self, workers, leaves):
         x, w = leaves

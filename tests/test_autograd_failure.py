@@ -46,6 +46,10 @@ def hang_here(to, x, w):
     return Hangs.apply(rpc.rpc_sync(to, targets.step, args=(x, w)))
 
 
+def hang_alone():
+    return Hangs.apply(torch.ones(3, 3, requires_grad=True))
+
+
 @pytest.fixture
 def doomed(ray_cluster):
     """Workers to kill: their pids, by name."""
@@ -86,6 +90,21 @@ class TestDeaths:
             with pytest.raises(errors.WorkerDiedError, match="dave"):
                 autograd.backward(context_id, [y.sum()])
             assert time.monotonic() - killed[0] < SECONDS
+
+    def test_a_death_keeps_its_kind_when_a_worker_that_is_done_tells_of_it(self, doomed):
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("carol", targets.call_on, args=("dave", hang_alone))
+            threading.Timer(1.0, os.kill, (doomed["dave"], signal.SIGKILL)).start()
+            with pytest.raises(errors.WorkerDiedError, match="dave"):
+                autograd.backward(context_id, [y.sum()])
+
+    def test_an_interrupt_ends_a_pass(self, doomed, leaves):
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("carol", hang_later, args=leaves[:1])
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                autograd.backward(context_id, [y.sum()])
+        assert autograd._get_debug_info()["num_current_backward_passes"] == "0"
 
     def test_a_pass_that_needs_a_worker_that_is_gone_fails(self, doomed, leaves):
         x, w = leaves

@@ -149,6 +149,8 @@ class Callee:
             if not is_quick:
                 self._short.note(habit, seconds, self.active == 1)
         except BaseException as exc:
+            if call is None:
+                self._miss(frame)
             return self._end(frame, cell, Error(exc), call)
         if type(value) is CoroutineType:
             return self._run_coroutine(frame, cell, value, call)
@@ -232,6 +234,12 @@ class Callee:
         """Return the context of a step, ``receive`` or ``reply``, of the hooks that take part."""
         return all_of([getattr(hook, step)(call) for hook in self._taking_part(call)])
 
+    def _miss(self, frame: Frame) -> None:
+        meta = frame.meta or {}
+        for hook in self._hooks:
+            if hook.name in meta:
+                hook.missed(frame.src, meta[hook.name])
+
     def _taking_part(self, call: IncomingCall) -> list[Hook]:
         return [hook for hook in self._hooks if hook.name in call.meta]
 
@@ -242,6 +250,7 @@ class Callee:
         try:
             cell = self._rrefs.lookup(frame.rref_id)
         except KeyError:
+            self._miss(frame)
             error = CallError(
                 f"RRef {frame.rref_id} is not on its owner {self._me} any more: the worker that "
                 "made it is gone"

@@ -260,6 +260,8 @@ class GradContexts(Hook):
         context, recorder = call.notes[AUTOGRAD]
         context.note_sent(recorder, call.to.id)
         context.known.add(call.to.id)
+        if self._contexts.get(context.id) is not context:  # it was released meanwhile
+            self._tell(call.to.id, context.id)
         over: Sequence[int] = ()
         if call.to.id in self._to_tell:
             with self.lock:
@@ -283,6 +285,9 @@ class GradContexts(Hook):
         call.notes[AUTOGRAD] = [context, None]
         self._join(context, message_id, call.src)
         return _Inside(context)
+
+    def missed(self, src: int, meta: Any) -> None:
+        self._hear(meta[2], src)
 
     def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
         return _Inside(call.notes[AUTOGRAD][0])

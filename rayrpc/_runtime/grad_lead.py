@@ -75,6 +75,8 @@ class LedPass(Pass):
                 self._answered(worker, functools.partial(wait, self._is_ended))
         except BaseException as exc:  # a worker cannot be reached
             self.fail(exc)
+            if not isinstance(exc, Exception):  # an interrupt
+                raise
         step_aside()
         self.future.wait()
 
@@ -88,7 +90,7 @@ class LedPass(Pass):
         return True
 
     def _call_off(self) -> None:
-        why = f"the backward pass of worker {self._me} failed elsewhere"
+        why = RpcError(f"the backward pass of worker {self._me} failed elsewhere")
         for worker in self._parts:
             if worker not in self._to_tell and self._agent.find(worker) is not None:
                 with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left

@@ -88,6 +88,7 @@ class Pass:
         self._is_fed = False
         self._is_promised = True  # an answer that will tell the leader of the end is under way
         self._last: Gradients = {}  # goes along with it
+        self._asking = 0  # gradients sent to the leader that it has not answered yet
         self._waiting: set[int] = set()  # at the leader: whose parts wait for gradients from it
         #: completes with the pass
         self.future: Any = Future()
@@ -107,10 +108,10 @@ class Pass:
         Returns:
             what that yields for ``source``, the worker that sent them; others are sent theirs.
         """
-        for message_id, each in gradients.items():
-            self._graph.feed(message_id, each)
         back: Gradients = {}
         with self._lock:
+            for message_id, each in gradients.items():
+                self._graph.feed(message_id, each)
             self._is_fed = True
             if self._is_running or self._is_over:
                 return back
@@ -119,7 +120,8 @@ class Pass:
             while self._run(source, back):
                 pass
         except BaseException as exc:
-            self.fail(exc)
+            if not self.fail(exc) and source != self._leader:
+                self._complain(exc)
         return back
 
     def _run(self, source: int | None, back: Gradients) -> bool:
@@ -153,6 +155,9 @@ class Pass:
     def _propagate(self, worker: int, gradients: Gradients) -> None:
         is_waiting = worker in self._waiting
         self._waiting.discard(worker)
+        if worker == self._leader:
+            with self._lock:
+                self._asking += 1
         self._ask(worker, _propagate, gradients, self._me, is_waiting)
 
     def _ask(self, worker: int, func: Any, *args: Any) -> None:
@@ -170,17 +175,23 @@ class Pass:
         except BaseException as exc:
             if not self.fail(exc):
                 self._complain(exc)
+            if not isinstance(exc, Exception):  # an interrupt
+                raise
             return
         if state == WAITING:
             self._waiting.add(worker)
         if gradients:
             self.feed(gradients)
+        if worker == self._leader:
+            with self._lock:
+                self._asking -= 1
         if state == OVER:
             self._close_one()
 
     def _complain(self, error: BaseException) -> None:
         """Tell the leader of an error when no answer will."""
-        told = f"Error on Node {self._me}: {error}"
+        is_death = isinstance(error, WorkerDiedError)
+        told = error if is_death else RpcError(f"Error on Node {self._me}: {error}")
         with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
             call_outside(self._leader, give_up, (self._context.id, self.id, told), NO_TIMEOUT)
 
@@ -196,7 +207,7 @@ class Pass:
         with self._lock:
             if self._is_over:
                 ended = self.future if self._is_failed else None
-            elif not self._is_running and self._waits_for_leader():
+            elif not (self._is_running or self._asking) and self._waits_for_leader():
                 self._is_promised = False
                 return _now((back, WAITING))
             else:
@@ -282,8 +293,8 @@ def _propagate(
     return _now(({}, PROMISED))
 
 
-def give_up(context_id: int, pass_id: int, why: str) -> None:
+def give_up(context_id: int, pass_id: int, why: RpcError) -> None:
     context = contexts().get(context_id)
     run = context.passes.get(pass_id) if context is not None else None
     if run is not None:
-        run.fail(RpcError(why))
+        run.fail(why)

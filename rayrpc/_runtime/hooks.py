@@ -108,6 +108,9 @@ class Hook:
         """Accept a call that has this hook's meta; the context spans the user's function."""
         return contextlib.nullcontext()
 
+    def missed(self, src: int, meta: Any) -> None:
+        """Note a call from a worker that had this hook's meta, but could not be decoded."""
+
     def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
         """Return the context of one more step of the user's function, if it is a coroutine."""
         return contextlib.nullcontext()

@@ -101,7 +101,10 @@ class _Program:
 def _program(row: str, column: str, folder: Path) -> Iterator[_Program]:
     path = folder / f"{column}.sock"
     path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as listener, (folder / "output").open("w+b") as output:
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        (folder / f"{column}.txt").open("w+b") as output,
+    ):
         listener.bind(str(path))
         listener.listen(1)
         listener.settimeout(START_SECONDS)

@@ -1,12 +1,13 @@
 """One worker's part of a backward pass: what waits for what, and what gradients come out."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from rayrpc._runtime import grad_joints
+from rayrpc._runtime import grad_joints, grad_passes
 from rayrpc._runtime.grad_context import DistAutogradContext
 from rayrpc._runtime.grad_graph import Entry, GradGraph
 from rayrpc._runtime.grad_leaves import Leaves, added
@@ -118,6 +119,33 @@ def test_hooks_of_a_leafs_node_are_seen_whenever_they_were_registered(weight):
     weight.register_post_accumulate_grad_hook(lambda leaf: runs.append(2))
     run_alternating(weight)
     assert runs == [1, 1, 2]
+
+
+def test_a_part_that_has_asked_the_leader_promises_to_tell_of_its_end(weight, monkeypatch):
+    """Else it could end by the leader's answer, with nobody to tell the leader."""
+    calls = []
+
+    def call(worker, func, args, timeout):
+        calls.append((worker, torch.futures.Future()))
+        return calls[-1][1]
+
+    agent = SimpleNamespace(info=SimpleNamespace(id=1))
+    home = SimpleNamespace(lock=threading.Lock(), passes=0)
+    monkeypatch.setattr(grad_passes.current, "get_agent", lambda: agent)
+    monkeypatch.setattr(grad_passes, "contexts", lambda: home)
+    monkeypatch.setattr(grad_passes, "call_outside", call)
+    x, node = received(torch.ones(3, 3))
+    node.sender = 0
+    context = DistAutogradContext(1)
+    context.sends = {10: SimpleNamespace(to=3), 11: SimpleNamespace(to=0)}
+    run = grad_passes.Pass(context, 5, {10: entry(x * 2), 11: entry(weight)}, False, leader=0)
+    assert run.begin({}) == {}
+    assert run.feed({10: [torch.ones(3, 3)]}, source=3) == {}
+    assert [worker for worker, _ in calls] == [0]
+    assert run.promised({}) is run.future and not run.future.done()
+    calls[0][1].set_result(({11: [torch.ones(3, 3)]}, grad_passes.PROMISED))
+    assert run.future.value() == ({}, grad_passes.OVER)
+    torch.testing.assert_close(context.gradients()[weight], torch.ones(3, 3))
 
 
 def test_gradients_that_cannot_be_added_up_are_an_error_of_who_asks(weight):
