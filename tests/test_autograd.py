@@ -295,6 +295,12 @@ class TestContexts:
         ):
             pass
 
+    def test_end_also_where_they_came_after_their_end(self, workers, leaves):
+        with autograd.context():
+            slow = rpc.rpc_async("bob", targets.nap, args=(0.5,))
+            late = slow.then(lambda _: rpc.rpc_sync("alice", targets.step, args=leaves))
+        late.wait()
+
     def test_end_also_where_a_call_that_says_so_cannot_be_read(self, workers, leaves):
         x, w = leaves
         with autograd.context():

@@ -58,18 +58,24 @@ def doomed(ray_cluster):
     rpc.shutdown(graceful=False)
 
 
+def kill_soon(pid):
+    """Kill a process in a second; return a list that the time of that will be in."""
+    killed = []
+
+    def kill():
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(1.0, kill).start()
+    return killed
+
+
 class TestDeaths:
     def test_a_worker_that_dies_in_a_pass_is_an_error_at_once(self, doomed, leaves):
         x, _ = leaves
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", targets.call_on, args=("dave", hang_later, x))
-            killed = []
-
-            def kill():
-                killed.append(time.monotonic())
-                os.kill(doomed["dave"], signal.SIGKILL)
-
-            threading.Timer(1.0, kill).start()
+            killed = kill_soon(doomed["dave"])
             with pytest.raises(errors.WorkerDiedError, match="dave"):
                 autograd.backward(context_id, [y.sum()])
             assert time.monotonic() - killed[0] < SECONDS
@@ -80,13 +86,7 @@ class TestDeaths:
         x, w = leaves
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", hang_here, args=("dave", x, w))
-            killed = []
-
-            def kill():
-                killed.append(time.monotonic())
-                os.kill(doomed["dave"], signal.SIGKILL)
-
-            threading.Timer(1.0, kill).start()
+            killed = kill_soon(doomed["dave"])
             with pytest.raises(errors.WorkerDiedError, match="dave"):
                 autograd.backward(context_id, [y.sum()])
             assert time.monotonic() - killed[0] < SECONDS
@@ -94,7 +94,7 @@ class TestDeaths:
     def test_a_death_keeps_its_kind_when_a_worker_that_is_done_tells_of_it(self, doomed):
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", targets.call_on, args=("dave", hang_alone))
-            threading.Timer(1.0, os.kill, (doomed["dave"], signal.SIGKILL)).start()
+            kill_soon(doomed["dave"])
             with pytest.raises(errors.WorkerDiedError, match="dave"):
                 autograd.backward(context_id, [y.sum()])
 

@@ -276,8 +276,8 @@ class Caller:
         data, buffers, forks, _ = payload
         number = self._call_ids()
         session, me = self._session, self._me.id
-        meta_and_more = meta, ack, control, forks, data, buffers
-        return Frame(kind, session, me, number, None, None, is_async, *meta_and_more)
+        rest = meta, ack, control, forks, data, buffers
+        return Frame(kind, session, me, number, None, None, is_async, *rest)
 
     # -- replies ------------------------------------------------------------------------------
 

@@ -61,7 +61,10 @@ class _Unwatched:
 
     def _has_hooks(self, node: Any) -> bool:
         self._hooks += 1  # the probe's
-        return _has_hooks(node)
+        probe = node.register_hook(_probe)
+        hooks = probe.hooks_dict_ref()
+        probe.remove()
+        return bool(hooks)
 
 
 _unwatched = _Unwatched()
@@ -72,13 +75,6 @@ def watched(nodes: Sequence[Any]) -> Sequence[Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return nodes  # DDP's hooks cannot be seen
     return _unwatched.sort_out(nodes)
-
-
-def _has_hooks(node: Any) -> bool:
-    probe = node.register_hook(_probe)
-    hooks = probe.hooks_dict_ref()
-    probe.remove()
-    return bool(hooks)
 
 
 def _probe(*_: Any) -> None:

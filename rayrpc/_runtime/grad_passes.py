@@ -190,8 +190,7 @@ class Pass:
 
     def _complain(self, error: BaseException) -> None:
         """Tell the leader of an error when no answer will."""
-        is_death = isinstance(error, WorkerDiedError)
-        told = error if is_death else RpcError(f"Error on Node {self._me}: {error}")
+        told = error if isinstance(error, WorkerDiedError) else self._error_here(error)
         with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
             call_outside(self._leader, give_up, (self._context.id, self.id, told), NO_TIMEOUT)
 
@@ -239,11 +238,14 @@ class Pass:
             self._is_over = self._is_failed = True
         self._end()
         if not isinstance(error, RpcError):
-            told = RpcError(f"Error on Node {self._me}: {error}")
+            told = self._error_here(error)
             told.__cause__ = error.with_traceback(None)
             error = told
         self.future.set_exception(error)
         return self._is_promised
+
+    def _error_here(self, error: BaseException) -> RpcError:
+        return RpcError(f"Error on Node {self._me}: {error}")
 
     def _end(self) -> None:
         self._context.passes.pop(self.id, None)

@@ -24,7 +24,7 @@ from measures import MODELS, ROWS, Quantity
 from options import read_options
 from report import Round, print_table, summary, write_json
 
-__all__ = ["PROGRAMS"]
+__all__ = ["AGAINST", "COLUMNS", "PROGRAMS", "free_port"]
 
 RUN_SECONDS = 300.0  # a run that takes longer has failed
 SHOWN_LINES = 15  # of one that has
@@ -121,7 +121,7 @@ def _run(program: Program, command: tuple[str, ...], quick: bool, folder: str) -
     process = subprocess.Popen(
         [*command, str(ROOT / program.script), *arguments],
         cwd=folder,
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -143,7 +143,8 @@ def _run(program: Program, command: tuple[str, ...], quick: bool, folder: str) -
     return float(found[1]) / float(found[2])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -23,17 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from bench_programs import PROGRAMS
+from bench_programs import AGAINST, COLUMNS, PROGRAMS, free_port
 from cluster import FOLDER, about_text, clean_up_on_sigterm, cluster, settle
 from measures import MODELS, ROWS
 from options import read_options
 from report import Round, print_table, summary, write_json
 
-COLUMNS = {
-    "tensorpipe": (sys.executable,),
-    "rayrpc": (sys.executable, "-m", "rayrpc", "run"),
-}
-AGAINST = {"tensorpipe": (), "rayrpc": ("tensorpipe",)}
 TURNS, QUICK_TURNS = 40, 4  # in each round
 STEPS = 20  # in each turn
 START_SECONDS = 120.0
@@ -112,7 +107,7 @@ def _program(row: str, column: str, folder: Path) -> Iterator[_Program]:
         process = subprocess.Popen(
             [*COLUMNS[column], str(FOLDER / "training.py"), model, "--turns", str(path)],
             cwd=folder,
-            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())},
+            env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -136,12 +131,6 @@ def _program(row: str, column: str, folder: Path) -> Iterator[_Program]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
                 process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 if __name__ == "__main__":
