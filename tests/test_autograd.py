@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import rayrpc as rpc
 from rayrpc import autograd
+from rayrpc._runtime import grad_hook, grad_passes
 
 
 def contexts_at(*names):
@@ -400,6 +401,15 @@ def fail_later(x):
     return Fails.apply(x * 2)
 
 
+def begin_after_the_end(context_id):
+    context = grad_hook.find_context(context_id)
+    grad_passes.give_up(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
+    part = grad_passes.begin_part(context_id, 99, list(context.sends), False, 0, {})
+    with pytest.raises(RuntimeError, match="failed elsewhere"):
+        part.wait()
+    return len(context.passes)
+
+
 class TestErrors:
     def test_of_a_remote_backward_name_the_worker_and_end_the_pass(self, workers, leaves):
         x, w = leaves
@@ -418,6 +428,12 @@ class TestErrors:
             rpc.rpc_sync(name, autograd._get_debug_info)["num_current_backward_passes"] == "0"
             for name in workers
         )
+
+    def test_end_parts_that_have_yet_to_begin(self, workers, leaves):
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("bob", targets.step, args=leaves)
+            assert rpc.rpc_sync("bob", begin_after_the_end, args=(context_id,)) == 0
+        del y
 
     def test_of_arguments_are_torchs(self, workers):
         with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):

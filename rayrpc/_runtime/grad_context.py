@@ -48,6 +48,8 @@ class DistAutogradContext:
         #: backward passes under way, by their id
         self.passes: dict[int, Any] = {}
         self._early: dict[int, dict[int, Any]] = {}  # gradients for passes that did not begin yet
+        #: why passes were called off, which may be before they begin here
+        self.called_off: dict[int, RpcError] = {}
         self._entries: dict[int, Entry] = {}
         #: the messages that others' messages lead to, at their senders, as far as is known
         self.leads: dict[Sent, list[Sent]] = {}

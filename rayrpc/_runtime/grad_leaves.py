@@ -60,8 +60,11 @@ class _Unwatched:
             return found
 
     def _has_hooks(self, node: Any) -> bool:
+        return any(map(self._has_others, (node.register_hook, node.register_prehook)))
+
+    def _has_others(self, register: Any) -> bool:
         self._hooks += 1  # the probe's
-        probe = node.register_hook(_probe)
+        probe = register(_probe)
         hooks = probe.hooks_dict_ref()
         probe.remove()
         return bool(hooks)

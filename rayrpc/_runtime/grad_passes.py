@@ -97,7 +97,11 @@ class Pass:
 
     def begin(self, gradients: Gradients, source: int | None = None) -> Gradients:
         """Feed it for the first time; see ``feed``."""
-        return self.feed({**self._context.begin(self.id, self), **gradients}, source)
+        early = self._context.begin(self.id, self)
+        why = self._context.called_off.get(self.id)
+        if why is not None:
+            self.fail(why)
+        return self.feed({**early, **gradients}, source)
 
     def gone(self, worker: int, error: WorkerDiedError) -> None:
         """Note that a worker died; the leader will end this."""
@@ -297,6 +301,9 @@ def _propagate(
 
 def give_up(context_id: int, pass_id: int, why: RpcError) -> None:
     context = contexts().get(context_id)
-    run = context.passes.get(pass_id) if context is not None else None
+    if context is None:
+        return
+    context.called_off[pass_id] = why  # begin_part may come later
+    run = context.passes.get(pass_id)
     if run is not None:
         run.fail(why)

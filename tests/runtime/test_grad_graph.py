@@ -94,11 +94,12 @@ def test_hooks_of_a_leaf_see_its_whole_gradient_once(weight):
     assert len(weight._backward_hooks) == 1
 
 
-def test_hooks_of_a_leafs_node_run_once_and_leave_its_grad_alone(weight):
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_hooks_of_a_leafs_node_run_once_and_leave_its_grad_alone(weight, register):
     runs = []
     kept = weight.grad = torch.ones(3, 3)
     node = weight.view(3, 3).grad_fn.next_functions[0][0]
-    node.register_hook(lambda inputs, outputs: runs.append(1))
+    getattr(node, register)(lambda *gradients: runs.append(1))
     gradients, whole = run_alternating(weight)
     assert runs == [1] and weight.grad is kept
     (expected,) = torch.autograd.grad(whole, weight)
