@@ -162,6 +162,7 @@ def main(cluster):
             num_cpus=1, resources={f"n{i}": 1}, node_ip_address=f"127.0.0.{i}",
             object_store_memory=100 << 20,
         )
+    print("nodes are up", flush=True)
     rpc.configure(address=cluster.address, workers={
         "worker-0": {"resources": {"n2": 1}}, "worker-1": {"resources": {"n3": 1}},
     })
@@ -185,14 +186,17 @@ def main(cluster):
         import ray
 
         here = ray.util.get_node_ip_address()
+    print("a pool spans them", flush=True)
     with Pool(2, is_copy_tensor=False, share_method="cpu") as pool:
         assert set(pool.map(lambda _: ray.util.get_node_ip_address(), range(16), 1)) == {here}
 """
 
 
+@pytest.mark.timeout(300)
 def test_pools_and_queues_span_nodes(start_nodes):
     run = start_nodes(POOL)
-    run.wait_for("done")
+    for stage in ("nodes are up", "a pool spans them", "done"):
+        run.wait_for(stage)
     assert run.end() == 0, run.output
 
 
