@@ -431,9 +431,8 @@ class TestErrors:
 
     def test_end_parts_that_have_yet_to_begin(self, workers, leaves):
         with autograd.context() as context_id:
-            y = rpc.rpc_sync("bob", targets.step, args=leaves)
+            rpc.rpc_sync("bob", targets.step, args=leaves)
             assert rpc.rpc_sync("bob", begin_after_the_end, args=(context_id,)) == 0
-        del y
 
     def test_of_arguments_are_torchs(self, workers):
         with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):

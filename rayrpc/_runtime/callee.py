@@ -232,16 +232,15 @@ class Callee:
 
     def _hooked(self, call: IncomingCall, step: str) -> AbstractContextManager[Any]:
         """Return the context of a step, ``receive`` or ``reply``, of the hooks that take part."""
-        return all_of([getattr(hook, step)(call) for hook in self._taking_part(call)])
+        return all_of([getattr(hook, step)(call) for hook in self._taking_part(call.meta)])
 
     def _miss(self, frame: Frame) -> None:
         meta = frame.meta or {}
-        for hook in self._hooks:
-            if hook.name in meta:
-                hook.missed(frame.src, meta[hook.name])
+        for hook in self._taking_part(meta):
+            hook.missed(frame.src, meta[hook.name])
 
-    def _taking_part(self, call: IncomingCall) -> list[Hook]:
-        return [hook for hook in self._hooks if hook.name in call.meta]
+    def _taking_part(self, meta: dict[str, Any]) -> list[Hook]:
+        return [hook for hook in self._hooks if hook.name in meta]
 
     # -- RRefs --------------------------------------------------------------------------------
 
@@ -283,7 +282,7 @@ class Callee:
             else:
                 with self._hooked(call, "reply"):
                     payload = self._codec.encode(value, frame.src, shares_main, devices)
-                for hook in self._taking_part(call):
+                for hook in self._taking_part(call.meta):
                     hook.replied(call)
                 meta = call.reply_meta or None
         except NoDeviceError as exc:

@@ -73,10 +73,8 @@ class LedPass(Pass):
                 worker, func, args = asked[-1]
                 wait = start_outside(worker, func, args, NO_TIMEOUT)
                 self._answered(worker, functools.partial(wait, self._is_ended))
-        except BaseException as exc:  # a worker cannot be reached
+        except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
-            if not isinstance(exc, Exception):  # an interrupt
-                raise
         step_aside()
         self.future.wait()
 
