@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrpc import errors, functions, futures
-    from rayrpc._runtime.ids import WorkerInfo
+    from rayrpc._jit.awaitable import lazy
+    from rayrpc._protocol.ids import WorkerInfo
     from rayrpc.api import (
         get_rpc_timeout,
         get_worker_info,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         rpc_sync,
         shutdown,
     )
-    from rayrpc.awaits import lazy
     from rayrpc.backend_registry import BackendType
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
@@ -82,9 +82,9 @@ _HOMES = {
         "rpc_sync",
         "shutdown",
     ),
-    "rayrpc.awaits": ("lazy",),
+    "rayrpc._jit.awaitable": ("lazy",),
     "rayrpc.rref": ("PyRRef", "RRef"),
-    "rayrpc._runtime.ids": ("WorkerInfo",),
+    "rayrpc._protocol.ids": ("WorkerInfo",),
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),

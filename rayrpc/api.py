@@ -15,14 +15,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rayrpc import backend_registry, config, internal
+from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
-from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
-from rayrpc._runtime.ids import WorkerInfo
-from rayrpc.errors import NotInitializedError, RpcError
-from rayrpc.futures import wait_all as _wait_for_futures
-from rayrpc.gathering import (
+from rayrpc._runtime.all_gather import (
     AllGatherStates,
     Calls,
     _all_gather_dict_lock,
@@ -30,6 +26,10 @@ from rayrpc.gathering import (
     _all_gather_sequence_id_to_states,
     gather,
 )
+from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
+from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
+from rayrpc.errors import NotInitializedError, RpcError
+from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
 from rayrpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,

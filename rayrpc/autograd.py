@@ -15,10 +15,10 @@ from types import TracebackType
 
 import torch
 
+from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.hook import ID_BITS, contexts, find_context
+from rayrpc._autograd.leader import run_backward
 from rayrpc._runtime import current
-from rayrpc._runtime.grad_context import DistAutogradContext
-from rayrpc._runtime.grad_hook import ID_BITS, contexts, find_context
-from rayrpc._runtime.grad_lead import run_backward
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.futures import Future, collect_all
 
-from rayrpc._runtime.turns import step_aside
+from rayrpc._concurrency.reader import step_aside
 
 __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 

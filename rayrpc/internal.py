@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rayrpc._observe.profiler import profiling_key
 from rayrpc._runtime import current
-from rayrpc._runtime.codec import add_reducer, dump_tables, load_tables
-from rayrpc._runtime.profiling import profiling_key
-from rayrpc._runtime.remote_errors import RemoteException
+from rayrpc._runtime.serialization.codec import add_reducer, dump_tables, load_tables
+from rayrpc._runtime.serialization.remote_errors import RemoteException
 from rayrpc.functions import async_execution
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]

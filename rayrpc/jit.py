@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from rayrpc.awaits import Await, awaitable, awaitable_nowait, awaitable_wait
-from rayrpc.forking import start
+from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
+from rayrpc._jit.tasks import start
 
 __all__ = [
     "Await",

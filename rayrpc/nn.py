@@ -11,7 +11,7 @@ from torch.distributed.remote_device import _remote_device
 
 from rayrpc import api
 from rayrpc._runtime import current
-from rayrpc._runtime.codec import add_reducer
+from rayrpc._runtime.serialization.codec import add_reducer
 from rayrpc.rref import RRef
 
 __all__ = ["RemoteModule"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rayrpc import api
-from rayrpc._runtime.grad_hook import contexts, find_context, start_outside
+from rayrpc._autograd.hook import contexts, find_context, start_outside
 from rayrpc.errors import RpcError
 from rayrpc.rref import RRef
 

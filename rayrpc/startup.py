@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from rayrpc._autograd.hook import GradContexts
+from rayrpc._observe.profiler import ProfilerHook
+from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.rendezvous import find_place
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.grad_hook import GradContexts
-from rayrpc._runtime.ids import WorkerInfo
-from rayrpc._runtime.membership import Member
-from rayrpc._runtime.profiling import ProfilerHook
-from rayrpc._runtime.program import main_identity
-from rayrpc._runtime.rendezvous import find_place
+from rayrpc._runtime.main_identity import main_identity
+from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._transports import open_transport
 from rayrpc.config import Settings
 from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
-from rayrpc.rref import rref_maker
 
 __all__ = ["default_options", "make_agent"]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import rayrpc as rpc
 from rayrpc import autograd
-from rayrpc._runtime import grad_hook, grad_passes
+from rayrpc._autograd import hook as grad_hook
+from rayrpc._autograd import participant
 
 
 def contexts_at(*names):
@@ -403,8 +404,8 @@ def fail_later(x):
 
 def begin_after_the_end(context_id):
     context = grad_hook.find_context(context_id)
-    grad_passes.give_up(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
-    part = grad_passes.begin_part(context_id, 99, list(context.sends), False, 0, {})
+    participant.give_up(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
+    part = participant.begin_part(context_id, 99, list(context.sends), False, 0, {})
     with pytest.raises(RuntimeError, match="failed elsewhere"):
         part.wait()
     return len(context.passes)

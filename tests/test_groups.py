@@ -95,7 +95,7 @@ class Puppet:
 
 CONNECT = """
 import rayrpc
-from rayrpc._transports.ray_cluster import connect
+from rayrpc._transports.ray.cluster import connect
 connect(rayrpc.settings())
 """
 RESET = """

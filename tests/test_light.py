@@ -10,17 +10,18 @@ import targets
 from conftest import ROOT
 
 import rayrpc as rpc
-from rayrpc._runtime.membership import Group, Member
-from rayrpc._transports import open_transport, ray_directory
-from rayrpc._transports.ray_directory import DirectoryActor
+from rayrpc._protocol.membership import Group, Member
+from rayrpc._transports import open_transport
+from rayrpc._transports.ray import directory as ray_directory
+from rayrpc._transports.ray.directory import DirectoryActor
 
 LIGHT = [
     "rayrpc",
-    "rayrpc._runtime.membership",
-    "rayrpc._runtime.messages",
-    "rayrpc._transports.ray_directory",
-    "rayrpc._transports.ray_local",
-    "rayrpc._transports.ray_standins",
+    "rayrpc._protocol.membership",
+    "rayrpc._protocol.messages",
+    "rayrpc._transports.ray.directory",
+    "rayrpc._transports.ray.local_cluster",
+    "rayrpc._transports.ray.relay",
     "rayrpc.config",
     "rayrpc.errors",
     "rayrpc.launch.hosted",

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
+from rayrpc._concurrency.outcome import Error
+from rayrpc._concurrency.threads import Slots, ThreadCache
+from rayrpc._protocol.ids import IdSource, WorkerInfo
+from rayrpc._protocol.membership import Change, Member, Snapshot
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
-from rayrpc._runtime.codec import Codec
-from rayrpc._runtime.devices import DeviceRoutes
 from rayrpc._runtime.hooks import Hook
-from rayrpc._runtime.ids import IdSource, WorkerInfo
-from rayrpc._runtime.membership import Change, Member, Snapshot
-from rayrpc._runtime.messages import Frame
-from rayrpc._runtime.outcome import Error
-from rayrpc._runtime.rref_context import MakeRRef, RRefContext
-from rayrpc._runtime.threads import Slots, ThreadCache
-from rayrpc._transports.base import Directory, Pending, PendingReply, Transport, copied
+from rayrpc._runtime.rrefs.context import MakeRRef, RRefContext
+from rayrpc._runtime.serialization.codec import Codec
+from rayrpc._runtime.serialization.devices import DeviceRoutes
 from rayrpc.errors import GroupError, RpcError, WorkerDiedError
 
 __all__ = ["Agent"]

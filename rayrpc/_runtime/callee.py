@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from rayrpc._runtime.cell import Cell
-from rayrpc._runtime.codec import Codec
+from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
+from rayrpc._concurrency.reader import SHORT_SECONDS, Habits, step_aside
+from rayrpc._concurrency.threads import Slots, ThreadCache
+from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._protocol.transport import Deferred
 from rayrpc._runtime.coroutines import Coroutines, stepwise
-from rayrpc._runtime.devices import DeviceRoutes, refuse
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
-from rayrpc._runtime.ids import WorkerInfo
-from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._runtime.outcome import Error, Outcome, Value, attempt
-from rayrpc._runtime.remote_errors import RemoteException, describe
-from rayrpc._runtime.rref_context import RRefContext
-from rayrpc._runtime.tensors import NoDeviceError
-from rayrpc._runtime.threads import Slots, ThreadCache
-from rayrpc._runtime.turns import SHORT_SECONDS, Habits, step_aside
-from rayrpc._transports.base import Deferred
+from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.serialization.codec import Codec
+from rayrpc._runtime.serialization.devices import DeviceRoutes, refuse
+from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
+from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
 __all__ = ["Callee"]

@@ -15,21 +15,21 @@ from typing import Any, Protocol
 
 from torch.futures import Future
 
-from rayrpc._runtime.cell import Cell
-from rayrpc._runtime.codec import Codec
-from rayrpc._runtime.devices import DeviceRoutes, refuse
+from rayrpc._concurrency.deadlines import Deadlines
+from rayrpc._concurrency.outcome import Error, Outcome, Value, complete
+from rayrpc._concurrency.reader import has_turn, step_aside
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
-from rayrpc._runtime.ids import GloballyUniqueId, WorkerInfo
-from rayrpc._runtime.membership import Member
-from rayrpc._runtime.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._runtime.outcome import Error, Outcome, Value, complete
-from rayrpc._runtime.remote_errors import rebuild
-from rayrpc._runtime.rref_context import RRefContext
-from rayrpc._runtime.tensors import NoDeviceError
-from rayrpc._runtime.threads import ThreadCache
-from rayrpc._runtime.timers import Deadlines
-from rayrpc._runtime.turns import has_turn, step_aside
-from rayrpc._transports.base import Pending
+from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.serialization.codec import Codec
+from rayrpc._runtime.serialization.devices import DeviceRoutes, refuse
+from rayrpc._runtime.serialization.remote_errors import rebuild
+from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
 __all__ = ["Caller", "Way"]

@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from rayrpc._runtime.outcome import Error, Outcome, Value
-from rayrpc._runtime.turns import when_blocking
+from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc._concurrency.reader import when_blocking
 
 __all__ = ["Coroutines", "stepwise"]
 

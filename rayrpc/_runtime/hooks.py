@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rayrpc._runtime.ids import WorkerInfo
+from rayrpc._protocol.ids import WorkerInfo
 
 if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rayrpc.errors import ClusterError
 
 if TYPE_CHECKING:
-    from rayrpc._transports.base import Directory, Transport
+    from rayrpc._protocol.transport import Directory, Transport
     from rayrpc.config import Settings
 
 __all__ = ["open_transport"]
@@ -31,11 +31,11 @@ def open_transport(
         ClusterError: no Ray cluster can be reached or started.
         GroupError: the directory cannot be reached or started.
     """
-    from rayrpc._transports.ray_cluster import connect, through_client
+    from rayrpc._transports.ray.cluster import connect, through_client
 
     connect(settings)
-    from rayrpc._transports.ray_actor import RayTransport
-    from rayrpc._transports.ray_directory import RayDirectory
+    from rayrpc._transports.ray.directory import RayDirectory
+    from rayrpc._transports.ray.transport import RayTransport
 
     directory = RayDirectory(key, settings.namespace)
     # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory alone, so
@@ -52,6 +52,6 @@ def open_transport(
                 "reached directly; set transport to auto or ray"
             )
         return transport, directory
-    from rayrpc._transports.direct import DirectTransport
+    from rayrpc._transports.direct.transport import DirectTransport
 
     return DirectTransport(transport, token, only=settings.transport == "direct"), directory

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from rayrpc._runtime.membership import Change, Decision, Group, Member, Refused, Session, Snapshot
-from rayrpc._runtime.messages import Frame
-from rayrpc._runtime.outcome import Error
-from rayrpc._runtime.threads import ThreadCache
-from rayrpc._transports.base import Directory, Pending, PendingReply, Serve, Transport, copied
+from rayrpc._concurrency.outcome import Error
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Change, Decision, Group, Member, Refused, Session, Snapshot
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Directory, Pending, PendingReply, Serve, Transport, copied
 from rayrpc.errors import GroupError, WorkerDiedError
 
 __all__ = ["MemoryDirectory", "MemoryHub", "MemoryTransport"]

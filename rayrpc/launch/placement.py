@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from rayrpc._transports.ray_cluster import through_client
+from rayrpc._transports.ray.cluster import through_client
 from rayrpc.config import Settings, WorkerResources
 from rayrpc.errors import PlacementError
 

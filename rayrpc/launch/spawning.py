@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from rayrpc import compat, config
-from rayrpc._transports.ray_actor import cause_of
-from rayrpc._transports.ray_cluster import connect
+from rayrpc._transports.ray.cluster import connect
+from rayrpc._transports.ray.transport import cause_of
 from rayrpc.launch.hosted import Ended, hosted_actor
 from rayrpc.launch.output import follow
 from rayrpc.launch.placement import (

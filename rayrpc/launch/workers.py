@@ -9,10 +9,10 @@ from typing import Any
 import ray
 
 from rayrpc import api, compat, config, startup
+from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.ids import WorkerInfo
-from rayrpc._transports.ray_cluster import connect
+from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
 from rayrpc.launch.hosted import hosted_actor

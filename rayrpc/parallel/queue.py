@@ -10,7 +10,7 @@ import ray
 import ray.util.queue
 
 from rayrpc import config
-from rayrpc._transports.ray_cluster import connect
+from rayrpc._transports.ray.cluster import connect
 from rayrpc.errors import ClusterError, SerializationError
 from rayrpc.parallel.pickle import dumps, loads
 

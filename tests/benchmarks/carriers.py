@@ -107,8 +107,8 @@ class Plain:
 
 def wires() -> dict[str, bytes]:
     """Return by small load what a raw actor call carries: the very bytes that rayrpc sends."""
-    from rayrpc._runtime.codec import Codec
-    from rayrpc._runtime.messages import Frame, Kind
+    from rayrpc._protocol.messages import Frame, Kind
+    from rayrpc._runtime.serialization.codec import Codec
 
     codec = Codec(None)  # type: ignore[arg-type]  # no RRefs here
     carried: dict[str, bytes] = {}

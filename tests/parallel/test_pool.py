@@ -17,7 +17,7 @@ from conftest import eventually
 import rayrpc as rpc
 from rayrpc import errors
 from rayrpc.config import WorkerResources
-from rayrpc.launch.crew import Crew
+from rayrpc.launch.worker_pool import Crew
 from rayrpc.parallel.pickle import dumps
 from rayrpc.parallel.pool import (
     BasePool,

@@ -8,10 +8,10 @@ import uuid
 import numpy as np
 import pytest
 
-from rayrpc._runtime.membership import Member
-from rayrpc._runtime.messages import Frame, Kind
-from rayrpc._runtime.outcome import Error, Value
-from rayrpc._transports.base import Deferred
+from rayrpc._concurrency.outcome import Error, Value
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 from rayrpc.errors import CallError, WorkerDiedError
 
@@ -50,11 +50,11 @@ def sides(request):
         transports = [MemoryTransport(hub, token) for token in tokens]
     else:
         request.getfixturevalue("ray_cluster")
-        from rayrpc._transports.ray_actor import RayTransport
+        from rayrpc._transports.ray.transport import RayTransport
 
         transports = [RayTransport(f"side{i}", token, "contract") for i, token in enumerate(tokens)]
         if request.param != "ray":
-            from rayrpc._transports.direct import DirectTransport
+            from rayrpc._transports.direct.transport import DirectTransport
 
             transports = [
                 DirectTransport(transport, token, only=request.param == "direct")

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch.futures import Future
 
+from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
-from rayrpc._runtime.membership import Member
 from rayrpc.errors import RpcError
 from rayrpc.functions import async_execution
 

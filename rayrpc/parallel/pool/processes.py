@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore
 from typing import Any
 
-from rayrpc._runtime.outcome import Error, Value, attempt
+from rayrpc._concurrency.outcome import Error, Value, attempt
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
-from rayrpc.launch.crew import Crew, count_cpus
+from rayrpc.launch.worker_pool import Crew, count_cpus
 from rayrpc.parallel.pool.base import BasePool, PoolStates
 from rayrpc.parallel.pool.board import Board
 from rayrpc.parallel.pool.contexts import CtxPoolStorage, checked, enter, with_context

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from torch.futures import Future
 
+from rayrpc._concurrency.outcome import Error, Value, complete
 from rayrpc._runtime import current
-from rayrpc._runtime.outcome import Error, Value, complete
 from rayrpc.errors import CallLostError, RpcError, WorkerDiedError
 from rayrpc.functions import async_execution
-from rayrpc.launch.crew import OWNER
+from rayrpc.launch.worker_pool import OWNER
 from rayrpc.parallel.pool.shipping import Inbound, opened, packed
 from rayrpc.parallel.pool.tasks import Result, Task
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rayrpc._runtime.codec import Codec
+from rayrpc._runtime.serialization.codec import Codec
 from rayrpc.errors import SerializationError
 from rayrpc.parallel.pickle import dumps, loads
 from rayrpc.parallel.pool.globals import dumps_sharing_globals

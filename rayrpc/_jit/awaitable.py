@@ -1,0 +1,258 @@
+"""Values that are computed when they are first used: ``Await``, and those of other workers.
+
+    aw = rayrpc.jit.awaitable(slow, 3)     # nothing runs
+    total = aw + 1                         # slow(3) runs here, once
+    far = rpc.lazy("worker1", slow, (3,))  # runs there from now on
+    total = far + 1                        # waits, and brings the value here
+
+An ``Await[W]`` acts as a ``W`` wherever one is asked for: attributes, operators, indexing,
+iteration, functions of torch.  In TorchScript, torch's own ``torch.jit._awaitable`` does this.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rayrpc import api
+from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc.options import UNSET_RPC_TIMEOUT
+from rayrpc.rref import RRef
+
+__all__ = [
+    "Await",
+    "LazyRemote",
+    "awaitable",
+    "awaitable_nowait",
+    "awaitable_wait",
+    "lazy",
+]
+
+W = TypeVar("W")
+
+_jit: Any = torch.jit
+
+
+class Await(Generic[W]):
+    """A value of type ``W`` that is computed once, by the thread that first asks for it.
+
+    The value, or the error, is kept.  It pickles as its value.  Subclasses may override
+    ``_wait_impl`` instead of giving a function; attributes that they set on themselves begin with
+    an underscore, others are the value's.
+
+    Args:
+        func (Callable): computes it.
+        args, kwargs: for ``func``.
+
+    Source: ``torch.jit._awaitable``; ``LazyAwaitable`` of TorchRec.
+    """
+
+    def __init__(self, func: Callable[..., W] | None = None, *args: Any, **kwargs: Any) -> None:
+        _set(self, "_await_call", (func, args, kwargs))
+        _set(self, "_await_callbacks", [])
+        _set(self, "_await_outcome", None)
+        _set(self, "_await_lock", threading.RLock())
+        _set(self, "_await_runs", False)
+
+    def wait(self) -> W:
+        """Return the value; compute it, if nobody has yet.
+
+        Raises:
+            Exception: computing it raised this.
+            RuntimeError: computing it asks for itself.
+        """
+        outcome: Outcome[W] | None = self._await_outcome
+        if outcome is None:
+            with self._await_lock:
+                outcome = self._await_outcome or self._await_compute()
+        return outcome.unwrap()
+
+    def _wait_impl(self) -> W:
+        """Compute the value."""
+        func, args, kwargs = self._await_call
+        if func is None:
+            raise NotImplementedError(f"{type(self).__name__} has no function and no _wait_impl()")
+        return func(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _await_compute(self) -> Outcome[W]:
+        if self._await_runs:
+            raise RuntimeError(f"computing the value of {self!r} asks for that value itself")
+        _set(self, "_await_runs", True)
+        outcome: Outcome[W]
+        try:
+            value = self._wait_impl()
+            for callback in self._await_callbacks:
+                value = callback(value)
+            outcome = Value(value)
+        except Exception as exc:
+            outcome = Error(exc.with_traceback(None))
+        finally:
+            _set(self, "_await_runs", False)
+        _set(self, "_await_outcome", outcome)
+        _set(self, "_await_call", (None, (), {}))  # what they hold may be needed no longer
+        return outcome
+
+    @property
+    def callbacks(self) -> list[Callable[[W], W]]:
+        """Functions that the value goes through, in turn, when it has been computed."""
+        found: list[Callable[[W], W]] = self._await_callbacks
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Await, awaitable_wait, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_await_"):  # of one that is being made
+            raise AttributeError(name)
+        return getattr(self.wait(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.wait(), name, value) if name[0] != "_" else _set(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.wait(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value: Any = self.wait()
+        return value(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.wait(),)
+
+    def __repr__(self) -> str:
+        outcome = self._await_outcome
+        if isinstance(outcome, Value):
+            return f"{type(self).__name__}({outcome.value!r})"
+        func = self._await_call[0]
+        what = "failed" if outcome is not None else getattr(func, "__qualname__", "not computed")
+        return f"<{type(self).__name__} {what}>"
+
+
+_set = object.__setattr__
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _forward(name: str, func: Callable[..., Any]) -> None:
+    """Have an operator of ``Await`` do what it does with the value."""
+
+    def method(self: Any, *args: Any) -> Any:
+        return func(self.wait(), *map(_plain, args))
+
+    method.__name__ = method.__qualname__ = name
+    setattr(Await, name, method)
+
+
+def _plain(value: Any) -> Any:
+    return value.wait() if isinstance(value, Await) else value
+
+
+for _name in (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+):
+    _func = getattr(operator, f"__{_name}__")
+    _forward(f"__{_name}__", _func)
+    _forward(f"__r{_name}__", lambda value, other, func=_func: func(other, value))
+for _func in (divmod, round):
+    _forward(f"__{_func.__name__}__", _func)
+_forward("__rdivmod__", lambda value, other: divmod(other, value))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge", "getitem", "setitem", "delitem", "contains"):
+    _forward(f"__{_name}__", getattr(operator, f"__{_name}__"))
+for _name in ("neg", "pos", "invert", "index", "abs"):
+    _forward(f"__{_name}__", getattr(operator, f"__{_name}__"))
+for _func in (bool, int, float, complex, len, iter, next, reversed, hash, str, format, dir):
+    _forward(f"__{_func.__name__}__", _func)
+_forward("__bytes__", bytes)
+_forward("__enter__", lambda value: type(value).__enter__(value))
+_forward("__exit__", lambda value, *args: type(value).__exit__(value, *args))
+_forward("__array__", lambda value, *args: value.__array__(*args))
+
+
+class LazyRemote(Await[W]):
+    """The value of an RRef, brought here when it is first used; it is sent as a reference.
+
+    Args:
+        rref (RRef): references it.
+        timeout (float): of bringing it, in seconds; 0: none; not given: the default.
+    """
+
+    def __init__(self, rref: RRef[W], timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        super().__init__()
+        _set(self, "_await_rref", rref)
+        _set(self, "_await_timeout", timeout)
+
+    def _wait_impl(self) -> W:
+        rref: RRef[W] = self._await_rref
+        if rref.is_owner():
+            return rref.local_value()
+        return rref.to_here(timeout=self._await_timeout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return LazyRemote, (self._await_rref, self._await_timeout)
+
+
+def lazy(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Run a function on a worker, and return what becomes its result when it is first used.
+
+    It starts at once, and its result stays there until then.  Sent to other workers, it travels
+    as a reference.
+
+    Args: as for ``rpc_sync``; ``timeout`` is for the function, and for bringing its result.
+
+    Returns:
+        ``LazyRemote``: errors of the call are raised where it is used.
+    """
+    return LazyRemote(api.remote(to, func, args, kwargs, timeout), timeout)
+
+
+def awaitable(func: Callable[..., W], *args: Any, **kwargs: Any) -> Await[W]:
+    """Return an ``Await`` of ``func(*args, **kwargs)``, which does not run yet.
+
+    Args:
+        func (Callable): computes the value, when that is asked for.
+        args, kwargs: for it.
+
+    Source: ``torch.jit._awaitable``.
+    """
+    return Await(func, *args, **kwargs)
+
+
+def awaitable_wait(aw: Any) -> Any:
+    """Return the value of an ``Await``, computed here if that was not done yet.
+
+    Args:
+        aw (Await): of rayrpc, or of torch.
+
+    Raises:
+        Exception: computing it raised this, now or before.
+
+    Source: ``torch.jit._awaitable_wait``.
+    """
+    return aw.wait() if isinstance(aw, Await) else _jit._awaitable_wait(aw)
+
+
+def awaitable_nowait(o: W) -> Await[W]:
+    """Return an ``Await`` that has its value already.
+
+    Args:
+        o: the value, of any type.
+
+    Source: ``torch.jit._awaitable_nowait``.
+    """
+    made: Await[W] = Await()
+    _set(made, "_await_outcome", Value(o))
+    return made

@@ -1,0 +1,1 @@
+"""The protocols of a group: pure, without I/O."""

@@ -1,0 +1,1 @@
+"""RRefs of one worker."""

@@ -1,0 +1,397 @@
+"""Objects to bytes and buffers, and back.
+
+    plain pickle        functions and classes by reference: 1 µs and 30 bytes a function
+    ... else cloudpickle    by value: lambdas, closures, and what lives in a ``__main__`` that the
+                            other side does not share (a notebook cell)
+
+Tensors leave the pickle as protocol-5 buffers (``tensors.py``); RRefs leave it as forks, listed
+in the payload's header so that none is lost when the rest cannot be read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+import threading
+import types
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import cloudpickle
+import numpy as np
+import torch
+
+from rayrpc._autograd.functions import begin_message, reduce_joined, reduce_parameter
+from rayrpc._protocol.ids import GloballyUniqueId
+from rayrpc._protocol.messages import Fork, Payload
+from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
+from rayrpc._runtime.serialization.tensors import reduce_array, reduce_tensor
+from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
+
+__all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
+
+Reducer = Callable[[Any], Any]
+
+NOT_ON_CALLEE = (
+    " Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
+    "caller and callee modules."
+)
+
+
+class Sharer(Protocol):
+    """How RRefs become forks and forks RRefs; the agent does it."""
+
+    def share(self, rref: Any, to: int | None) -> Fork:
+        """Fork ``rref`` for worker ``to``."""
+
+    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
+        """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
+
+    def borrow(self, rref_id: GloballyUniqueId) -> Any:
+        """Return the RRef of ours that another worker lent us."""
+
+    def unshare(self, fork: Fork) -> None:
+        """Take back a fork that was not sent."""
+
+    def receive(self, fork: Fork) -> Any:
+        """Return the RRef that a fork is a share of."""
+
+    def discard(self, fork: Fork) -> None:
+        """Take a fork that nobody wants, and let go of it."""
+
+
+class _Encoding:
+    """What the reducers of one pickle need and leave."""
+
+    __slots__ = ("_lends", "_sharer", "_to", "buffers", "by_value", "devices", "forks", "lent")
+
+    def __init__(
+        self,
+        sharer: Sharer,
+        to: int | None,
+        lends: bool,
+        by_value: bool,
+        devices: DeviceMap | None,
+    ) -> None:
+        self._sharer = sharer
+        self._to = to
+        self._lends = lends
+        self.by_value = by_value
+        self.devices = devices
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.forks: list[Fork] = []
+        self.lent: list[Any] = []
+
+    def share(self, rref: Any) -> Any:
+        if self._lends and (rref_id := self._sharer.lend(rref, self._to)) is not None:
+            self.lent.append(rref)
+            return _borrow_rref, tuple(rref_id)
+        self.forks.append(self._sharer.share(rref, self._to))
+        return _receive_rref, (len(self.forks) - 1,)
+
+
+class _Session(threading.local):
+    """The pickles under way in this thread."""
+
+    encoding: _Encoding | None = None
+    sharer: Sharer | None = None  # of who decodes
+    receive: Callable[[int], Any] | None = None
+    reduce: Reducer | None = None  # of a pickler of the user's
+
+
+_session = _Session()
+
+
+def reduce_rref(rref: Any) -> Any:
+    """Replace an RRef by its identity, if it is lent, else by the position of its fork."""
+    if _session.reduce is not None:
+        return _session.reduce(rref)
+    if _session.encoding is None:
+        return rref.__reduce__()  # raises torch's own error
+    return _session.encoding.share(rref)
+
+
+def _receive_rref(position: int) -> Any:
+    if _session.receive is None:
+        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
+    return _session.receive(position)
+
+
+def _borrow_rref(created_on: int, local_id: int) -> Any:
+    if _session.sharer is None:
+        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
+    return _session.sharer.borrow(GloballyUniqueId(created_on, local_id))
+
+
+def _reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return _load_script_module, (file.getvalue(),)
+
+
+def _load_script_module(data: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(data))
+
+
+def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    original = getattr(function, "_torchdynamo_inline", None)
+    if original is None:
+        file = io.BytesIO()
+        torch.jit.save(function, file)
+        return _load_script_module, (file.getvalue(),)
+    if _session.encoding is not None and _session.encoding.by_value:
+        # compiled code names others that only this process has; the original brings them along
+        return _itself, (original,)
+    if "<locals>" in original.__qualname__:
+        raise pickle.PicklingError(f"{original.__qualname__} cannot be found by its name")
+    return _find_script_function, (original.__module__, original.__qualname__)
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _find_script_function(module: str, qualname: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    while hasattr(found, "_wrapped_async_rpc_function"):
+        found = found._wrapped_async_rpc_function
+    return found
+
+
+def _reduce_builtin(function: Any) -> Any:
+    name = function.__name__
+    if getattr(torch, name, None) is function:
+        return _torch_function, (name,)
+    return function.__reduce_ex__(4)
+
+
+def _torch_function(name: str) -> Any:
+    return getattr(torch, name)
+
+
+_jit: Any = torch.jit
+
+_REDUCERS: dict[type, Reducer] = {
+    np.ndarray: reduce_array,
+    torch.Tensor: reduce_tensor,
+    torch.nn.Parameter: reduce_parameter,
+    _jit.ScriptModule: _reduce_script_module,
+    _jit.RecursiveScriptModule: _reduce_script_module,
+    _jit.ScriptFunction: _reduce_script_function,
+    types.BuiltinFunctionType: _reduce_builtin,
+}
+
+
+def add_reducer(cls: type, reducer: Reducer) -> None:
+    """Pickle instances of exactly ``cls`` with ``reducer`` in all calls from now on."""
+    _REDUCERS[cls] = reducer
+
+
+# What has no inner objects, and nothing to look up.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+
+class _ByReference(pickle.Pickler):
+    dispatch_table: Any = _REDUCERS
+
+
+class _ByValue(cloudpickle.Pickler):
+    dispatch_table: Any = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # noqa: RUF012
+
+
+def _reduce_mapped(tensor: torch.Tensor) -> Any:
+    encoding = _session.encoding
+    assert encoding is not None and encoding.devices is not None
+    if tensor.requires_grad and (joined := reduce_joined(tensor, _reduce_mapped)) is not None:
+        return joined
+    return reduce_mapped(tensor, encoding.devices, reduce_tensor)
+
+
+class _MappedByReference(pickle.Pickler):
+    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _REDUCERS)  # noqa: RUF012
+
+
+class _MappedByValue(cloudpickle.Pickler):
+    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _ByValue.dispatch_table)  # noqa: RUF012
+
+
+#: by whether functions go by value, and whether a device map applies
+_PICKLERS: dict[tuple[bool, bool], Any] = {
+    (False, False): _ByReference,
+    (True, False): _ByValue,
+    (False, True): _MappedByReference,
+    (True, True): _MappedByValue,
+}
+
+
+class Codec:
+    """Encode and decode for one worker.
+
+    Args:
+        sharer (Sharer): what to do with RRefs.
+    """
+
+    def __init__(self, sharer: Sharer) -> None:
+        self._sharer = sharer
+
+    def encode(
+        self,
+        obj: Any,
+        to: int | None,
+        shares_main: bool,
+        devices: DeviceMap | None = None,
+        lends: bool = False,
+    ) -> Payload:
+        """Pickle ``obj`` for worker ``to``.
+
+        Args:
+            obj: what to send.
+            to (int | None): the receiving worker's id; None if not known.
+            shares_main (bool): the receiver's ``__main__`` is the same program as ours.
+            devices (DeviceMap | None): where tensors go there.
+            lends (bool): it is the request of a call: the receiver's own RRefs need no fork,
+                because ours stay until it has answered.
+
+        Raises:
+            SerializationError: it cannot be pickled, by reference or by value.
+            NoDeviceError: a tensor in it is on a device that has no place there.
+        """
+        if type(obj) in _PLAIN:
+            return Payload(pickle.dumps(obj, 5), [])
+        try:
+            payload = self._dump(obj, to, devices, lends, by_value=False)
+        except (pickle.PicklingError, AttributeError, TypeError) as exc:
+            return self._by_value(obj, to, exc, devices, lends)
+        if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
+            for fork in payload.forks:
+                self._sharer.unshare(fork)
+            return self._by_value(obj, to, None, devices, lends)
+        return payload
+
+    def _by_value(
+        self,
+        obj: Any,
+        to: int | None,
+        first: BaseException | None,
+        devices: DeviceMap | None,
+        lends: bool,
+    ) -> Payload:
+        main = sys.modules.get("__mp_main__")
+        if main is not None:  # the main of a spawned process is one, too
+            cloudpickle.register_pickle_by_value(main)
+        try:
+            return self._dump(obj, to, devices, lends, by_value=True)
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
+            raise SerializationError(
+                f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
+                "can take: keep locks, sockets, threads and generators where they are, and "
+                "share such objects through an RRef."
+            ) from (first or exc)
+
+    def _dump(
+        self, obj: Any, to: int | None, devices: DeviceMap | None, lends: bool, by_value: bool
+    ) -> Payload:
+        encoding = _Encoding(self._sharer, to, lends, by_value, devices)
+        pickler = _PICKLERS[by_value, devices is not None]
+        file = io.BytesIO()
+        begin_message()
+        outer = _session.encoding
+        _session.encoding = encoding
+        try:
+            pickler(file, protocol=5, buffer_callback=encoding.buffers.append).dump(obj)
+        except BaseException:
+            for fork in encoding.forks:
+                self._sharer.unshare(fork)
+            raise
+        finally:
+            _session.encoding = outer
+        forks, lent = tuple(encoding.forks), tuple(encoding.lent)
+        return Payload(file.getvalue(), encoding.buffers, forks, lent)
+
+    def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
+        """Unpickle a payload.
+
+        Raises:
+            FunctionNotFoundError: it names a function, class or module that is not here.
+            SerializationError: it cannot be unpickled.
+        """
+        if not forks:
+            return self._load(data, buffers)
+        taken: set[int] = set()
+
+        def receive(position: int) -> Any:
+            taken.add(position)
+            return self._sharer.receive(forks[position])
+
+        outer = _session.receive
+        _session.receive = receive
+        try:
+            return self._load(data, buffers)
+        finally:
+            _session.receive = outer
+            for position, fork in enumerate(forks):
+                if position not in taken:
+                    self._sharer.discard(fork)
+
+    def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
+        outer = _session.sharer
+        _session.sharer = self._sharer
+        try:
+            return pickle.loads(data, buffers=buffers) if buffers else pickle.loads(data)
+        except (AttributeError, ImportError) as exc:
+            raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
+        except (pickle.UnpicklingError, EOFError, IndexError) as exc:
+            raise SerializationError(f"cannot be unpickled: {exc}") from exc
+        finally:
+            _session.sharer = outer
+
+
+# -- picklers of users --------------------------------------------------------------------------
+
+
+def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tensor]]:
+    """Return ``obj`` as bytes and the tensors in it, RRefs reduced by ``rref_reducer``."""
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Any:
+        tensors.append(tensor)
+        return _tensor_receiver, (len(tensors) - 1,)
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=5)
+    pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)
+    outer = _session.reduce
+    _session.reduce = rref_reducer
+    try:
+        pickler.dump(obj)
+    finally:
+        _session.reduce = outer
+    return file.getvalue(), tensors
+
+
+def load_tables(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the object that ``dump_tables`` took."""
+    outer = _tables.tensors
+    _tables.tensors = tensors
+    try:
+        return pickle.loads(data)
+    except AttributeError as exc:
+        raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
+    finally:
+        _tables.tensors = outer
+
+
+class _Tables(threading.local):
+    tensors: Sequence[torch.Tensor] = ()
+
+
+_tables = _Tables()
+
+
+def _tensor_receiver(index: int) -> torch.Tensor:
+    return _tables.tensors[index]

@@ -1,0 +1,1 @@
+"""Calls by Ray actors."""

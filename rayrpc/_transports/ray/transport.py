@@ -1,0 +1,385 @@
+"""The Ray transport: a call is an actor call on the peer's stand-in.
+
+Its ObjectRef completes the call: in the waiting thread itself (``ray.get``) for blocking calls,
+by the ref's completion callback for the others; no polling, no thread per call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Deferred, Pending, PendingReply, Serve, Transport, served
+from rayrpc._transports.ray.cluster import through_client
+from rayrpc._transports.ray.endpoint import hosted_endpoint
+from rayrpc._transports.ray.relay import (
+    DEFERRED,
+    RELAY_GROUPS,
+    Address,
+    Relay,
+    Wire,
+    from_wire,
+    to_wire,
+)
+from rayrpc.errors import CallError, CallLostError, WorkerDiedError
+
+__all__ = ["RayTransport", "cause_of"]
+
+logger = logging.getLogger(__name__)
+
+# How long a worker that leaves lets its last replies go out.
+CLOSE_SECONDS = 1.0
+
+Late = tuple[PendingReply, str | None]
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one line why Ray says that an actor is dead."""
+    text = " ".join(_plain(error).split())
+    if "owner has died" in text:
+        return "its process died, or exited without shutdown()"
+    if "ray.kill" in text:
+        return "it was ended by ray.kill or by the process that started it"
+    if "node has died" in text or "node was dead" in text:
+        return "its node died"
+    detail = re.search(r"exit detail: (.*?\.)(?: |$)", text)
+    if detail:
+        return f"its process died: {detail.group(1)}"
+    found = re.search(r"because (.*)", text)
+    return (found.group(1) if found else text)[:300].strip()
+
+
+def _plain(error: BaseException) -> str:
+    return re.sub(r"\x1b\[\d+m", "", str(error))
+
+
+def translate(peer: Member, error: BaseException) -> CallError:
+    """Return the rayrpc error for an error of Ray on a call to ``peer``."""
+    if isinstance(error, RayTaskError):
+        return CallError(f"RPC worker {peer.name!r} could not handle a call: {_plain(error)}")
+    if isinstance(error, ActorUnavailableError):
+        return CallLostError(
+            f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
+            f"call: whether the function ran is not known ({cause_of(error)}). Call again if it "
+            "may run twice."
+        )
+    if isinstance(error, RayActorError):
+        return WorkerDiedError(peer.name, cause_of(error), peer.node)
+    return CallLostError(f"The reply of RPC worker {peer.name!r} was lost: {cause_of(error)}")
+
+
+class _RayPending(Pending):
+    __slots__ = ("_call_id", "_peer", "_ref", "_reply", "_transport")
+
+    def __init__(self, transport: RayTransport, peer: Member, call_id: int, ref: Any) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._call_id = call_id
+        self._ref = ref
+        self._reply: PendingReply | None = None  # where a late reply will be
+
+    def _late(self) -> PendingReply:
+        if self._reply is None:
+            self._reply = self._transport.late(self._call_id, self._peer)
+        return self._reply
+
+    def wait(self, timeout: float | None) -> Frame:
+        if self._reply is not None:
+            return self._reply.wait(timeout)
+        start = time.monotonic()
+        try:
+            wire = ray.get(self._ref, timeout=timeout)
+        except GetTimeoutError:
+            raise TimeoutError from None
+        except RayError as exc:
+            raise translate(self._peer, exc) from exc
+        if wire is not DEFERRED:
+            return from_wire(wire)
+        if timeout is not None:
+            timeout = max(0.0, timeout - (time.monotonic() - start))
+        return self._late().wait(timeout)
+
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
+        # runs on Ray's own thread, where any call into Ray would lock up
+        def completed(result: Any) -> None:
+            if isinstance(result, BaseException):  # Ray Client has others than Ray's own
+                callback(Error(translate(self._peer, result)))
+            elif result is DEFERRED:
+                self._late().on_done(callback)
+            else:
+                callback(Value(from_wire(result)))
+
+        self._ref._on_completed(completed)
+
+
+class RayTransport(Transport):
+    """Call peers through their stand-ins; serve by this process's own.
+
+    Args:
+        worker (str): name of this worker.
+        token (str): of its membership.
+        namespace (str): Ray namespace of the stand-ins' names.
+        joined (Callable): returns an ObjectRef that a relay, if one is needed, waits for before
+            it starts. Calls to it wait with it.
+    """
+
+    name = "ray"
+
+    def __init__(
+        self, worker: str, token: str, namespace: str, joined: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._token = token
+        self._closed = False
+        self._find: Callable[[int], Member | None] = lambda _: None
+        self._serve: Serve | None = None
+        self._replies: dict[int, Late] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
+        self._polling = 0
+        self._taken = False  # anything from the relay
+        self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
+        self._giving = False
+        self._handles: dict[str, Any] = {}  # of peers' stand-ins, by token
+        self._plain = through_client()
+        endpoint = hosted_endpoint()
+        self._hosted = endpoint and endpoint.take()
+        if self._hosted is not None:
+            self._address = Address(self._hosted.name, namespace)
+        else:
+            self._address = Address(f"{worker}#{token}", namespace)
+            self._relay = self._start_relay(worker, joined())
+
+    def _start_relay(self, worker: str, joined: Any) -> Any:
+        options: dict[str, Any] = {}
+        if not self._plain:
+            # with us on our node: then the two die together
+            options["scheduling_strategy"] = (
+                ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                    ray.get_runtime_context().get_node_id(), soft=False
+                )
+            )
+        remote: Any = ray.remote
+        relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
+        name, namespace, _ = self._address
+        return relay.options(name=name, namespace=namespace, **options).remote(
+            worker, joined, self._plain
+        )
+
+    @property
+    def address(self) -> Address:
+        return self._address
+
+    @property
+    def node(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of this worker's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def start(
+        self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
+    ) -> None:
+        self._serve = serve
+        self._find = find
+        if self._hosted is not None:
+            self._hosted.plug(self)
+        else:
+            self._start_poller()
+
+    def call(self, peer: Member, frame: Frame) -> Pending:
+        try:
+            ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
+        except (RayError, WorkerDiedError) as exc:
+            error = exc if isinstance(exc, WorkerDiedError) else translate(peer, exc)
+            pending = PendingReply()
+            pending.complete(Error(error))
+            return pending
+        return _RayPending(self, peer, frame.call_id, ref)
+
+    def _handle(self, peer: Member) -> Any:
+        """Return the handle of a peer's stand-in."""
+        handle = self._handles.get(peer.token)
+        if handle is None:
+            try:
+                handle = self._handles[peer.token] = peer.address.find()
+            except ValueError:
+                raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
+        return handle
+
+    def lost(self, peer: Member, error: BaseException) -> None:
+        self._handles.pop(peer.token, None)
+        with self._lock:
+            ids = [i for i, (_, token) in self._replies.items() if token == peer.token]
+            replies = [self._replies.pop(i)[0] for i in ids]
+        for reply in replies:
+            reply.complete(Error(error))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._lock:
+            replies = [reply for reply, _ in self._replies.values()]
+            self._replies.clear()
+        for reply in replies:
+            reply.complete(Error(CallError("RPC was shut down on this worker")))
+        if self._hosted is not None:
+            self._hosted.plug(None)
+            self._hosted.watch.release(self._token)
+        elif ray.is_initialized():
+            if self._taken:  # else no peer waits for a reply; the relay may not even run yet
+                with contextlib.suppress(RayError):
+                    ray.get(self._relay.close.remote(self._token, CLOSE_SECONDS))
+            ray.kill(self._relay)
+        self._threads.close()
+
+    # -- replies that come later --------------------------------------------------------------
+
+    def late(self, call_id: int, peer: Member) -> PendingReply:
+        """Return where the late reply of a call is, or will be."""
+        with self._lock:
+            reply, _ = self._replies.pop(call_id, (None, None))
+            if reply is None:
+                reply = PendingReply()
+                self._replies[call_id] = (reply, peer.token)
+        now = self._find(peer.id)
+        if now is None or now.token != peer.token:  # it went before we knew that we wait for it
+            self.lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
+        return reply
+
+    def _arrived(self, call_id: int, wire: Wire) -> None:
+        with self._lock:
+            reply, _ = self._replies.pop(call_id, (None, None))
+            if reply is None:
+                reply = PendingReply()
+                self._replies[call_id] = (reply, None)
+        reply.complete(Value(from_wire(wire)))
+
+    def deliver(self, frame: Frame, reply: Frame) -> None:
+        peer = self._find(frame.src)
+        if peer is not None and not self._closed:
+            with contextlib.suppress(WorkerDiedError):
+                handle = self._handle(peer)
+                handle.deliver.remote(frame.call_id, to_wire(reply, self._plain))
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def _answer(self, wire: Wire, may_block: bool) -> Wire:
+        assert self._serve is not None
+        frame = from_wire(wire)
+        reply = served(self._serve, frame, may_block)
+        if isinstance(reply, Deferred):
+            # not from the thread that completes it: that may be one of Ray's
+            reply.on_done(lambda late: self._threads.submit(lambda: self.deliver(frame, late)))
+            return DEFERRED
+        return to_wire(reply, plain=isinstance(wire, tuple))
+
+    def _start_poller(self) -> None:
+        self._polling += 1
+        self._threads.submit(self._poll)
+
+    def _poll(self) -> None:
+        """Take frames from the relay and serve them, until enough others do."""
+        results: list[tuple[int, Wire]] = []
+        while not self._closed:
+            try:
+                items = ray.get(self._relay.exchange.remote(results))
+            except RayActorError:
+                if not self._closed:
+                    logger.error("the relay of this worker is gone: no peer can reach it")
+                return
+            except SystemExit:  # what Ray raises in its users' threads
+                if not self._closed:
+                    logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
+                return
+            except Exception:
+                if not self._closed:
+                    raise
+                return
+            self._taken = True
+            with self._lock:
+                self._polling -= 1
+                alone = self._polling == 0
+            if alone and not self._closed:
+                self._start_poller()
+            results = []
+            last = len(items) - 1
+            for position, (kind, number, wire) in enumerate(items):
+                if kind == "reply":
+                    self._arrived(number, wire)
+                elif position < last:
+                    self._threads.submit(functools.partial(self._take, number, wire, None))
+                else:
+                    self._take(number, wire, results)
+            with self._lock:
+                enough = self._polling >= 2
+                if not enough:
+                    self._polling += 1
+                    results += self._results
+                    self._results.clear()
+            if enough:
+                for result in results:
+                    self._give(*result)
+                return
+
+    def _take(self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None) -> None:
+        """Serve a frame; leave its reply in ``results`` for the next exchange, or send it."""
+        assert self._serve is not None
+        frame = from_wire(wire)
+        reply = served(self._serve, frame)
+        if isinstance(reply, Deferred):
+            reply.on_done(
+                lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
+            )
+        elif number is not None and results is not None:
+            results.append((number, to_wire(reply, self._plain)))
+        else:
+            self._reply(frame, number, reply)
+
+    def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
+        if number is None:
+            self.deliver(frame, reply)
+        else:
+            self._give(number, to_wire(reply, self._plain))
+
+    def _give(self, number: int, wire: Wire) -> None:
+        """Send a result to the relay; those that come meanwhile go together."""
+        with self._lock:
+            self._results.append((number, wire))
+            if self._giving:
+                return
+            self._giving = True
+        self._threads.submit(self._give_all)
+
+    def _give_all(self) -> None:
+        while True:
+            with self._lock:
+                results = list(self._results)
+                self._results.clear()
+                if not results or self._closed:
+                    self._giving = False
+                    return
+            with contextlib.suppress(RayError):  # then the relay is gone, and so are the calls
+                ray.get(self._relay.give.remote(results))

@@ -1,0 +1,65 @@
+"""Whole workers inside this process, on the in-memory transport."""
+
+from __future__ import annotations
+
+import time
+
+from rayrpc._protocol.membership import Member
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._transports.memory import MemoryDirectory, MemoryTransport
+from rayrpc.options import TensorPipeRpcBackendOptions
+
+WAIT = 10.0
+
+
+class Node:
+    """A worker, its agent, and a way to kill it."""
+
+    def __init__(self, hub, name, rank=-1, world_size=None, hooks=(), extra=None, **options):
+        token = f"{name}-{time.monotonic_ns()}"
+        self.name = name
+        self.transport = MemoryTransport(hub, token)
+        self.directory = MemoryDirectory(hub, "key")
+        request = Member(
+            token, name, rank, world_size, self.transport.address, main="program", extra=extra or {}
+        )
+        self.agent = Agent(
+            self.directory.join(request, WAIT),
+            self.transport,
+            self.directory,
+            "key",
+            TensorPipeRpcBackendOptions(**options),
+            rref_maker,
+            list(hooks),
+        )
+        self.agent.start()
+
+    @property
+    def member(self):
+        return self.agent.member
+
+    def sync(self, to, func, *args, timeout=WAIT):
+        return self.agent.caller.sync(self.find(to), func, args, {}, timeout)
+
+    def future(self, to, func, *args, timeout=WAIT):
+        return self.agent.caller.future(self.find(to), func, args, {}, timeout)
+
+    def remote(self, to, func, *args, timeout=WAIT):
+        return self.agent.caller.remote(self.find(to), func, args, {}, timeout)
+
+    def find(self, to):
+        return self.agent.lookup(to.name if isinstance(to, Node) else to)
+
+    def die(self):
+        """Stop serving at once; the others hear of it."""
+        self.transport.close()
+        self.directory.die("killed by the test")
+
+    @property
+    def table(self):
+        return self.agent.rrefs._table
+
+    def is_empty(self):
+        table = self.table
+        return not (table.owned or table.used or table._children) and table.is_settled()

@@ -1,0 +1,125 @@
+"""The group's state machine: who is admitted, refused, missing, gone."""
+
+import pytest
+
+from rayrpc._protocol.membership import Admitted, Group, Member, Refused
+
+
+def member(name, rank=-1, world_size=None, token=None):
+    return Member(token or f"{name}-{rank}", name, rank, world_size)
+
+
+def join(group, *members):
+    """Join all; return the decisions by token."""
+    decisions = {}
+    for each in members:
+        _, made = group.join(each)
+        decisions.update({d.token: d for d in made})
+    return decisions
+
+
+@pytest.fixture
+def group():
+    return Group("key")
+
+
+class TestStatic:
+    def test_all_are_admitted_when_the_last_has_come(self, group):
+        a, b = member("a", 0, 2), member("b", 1, 2)
+        assert join(group, a) == {}
+        decisions = join(group, b)
+        assert set(decisions) == {"a-0", "b-1"}
+        assert [m.name for m in decisions["a-0"].snapshot.members] == ["a", "b"]
+        assert decisions["b-1"].snapshot.me.id == 1
+
+    def test_a_name_used_twice_is_refused_to_all(self, group):
+        decisions = join(group, member("a", 0, 2), member("a", 1, 2))
+        assert len(decisions) == 2
+        assert all("is not unique" in d.reason for d in decisions.values())
+
+    def test_a_taken_rank_is_refused_to_the_second(self, group):
+        decisions = join(group, member("a", 0, 2), member("b", 0, 2))
+        assert list(decisions) == ["b-0"] and "asks for rank 0" in decisions["b-0"].reason
+
+    def test_another_world_size_is_refused(self, group):
+        decisions = join(group, member("a", 0, 2), member("b", 1, 3))
+        assert "world_size 3" in decisions["b-1"].reason
+
+    def test_a_complete_group_refuses_one_more(self, group):
+        join(group, member("a", 0, 1))
+        decisions = join(group, member("b", 0, 1))
+        assert "is complete" in decisions["b-0"].reason
+
+    def test_the_missing_ranks_are_known(self, group):
+        session, _ = group.join(member("a", 1, 3))
+        assert session.missing() == [0, 2]
+
+    def test_a_member_that_stops_waiting_makes_room(self, group):
+        session, _ = group.join(member("a", 0, 2))
+        assert session.remove("a-0", "left")
+        decisions = join(group, member("a", 0, 2, token="again"), member("b", 1, 2))
+        assert all(isinstance(d, Admitted) for d in decisions.values()) and len(decisions) == 2
+
+    def test_a_group_that_lost_a_member_opens_a_new_session(self, group):
+        join(group, member("a", 0, 2), member("b", 1, 2))
+        first = group.find("a-0")
+        first.remove("b-1", "died", "killed")
+        decisions = join(group, member("a", 0, 2, "a2"), member("b", 1, 2, "b2"))
+        assert decisions["a2"].snapshot.session != first.number
+        assert group.find("a-0") is first and group.find("a2") is not first
+
+
+class TestDynamic:
+    def test_members_come_at_once_and_get_free_ids(self, group):
+        decisions = join(group, member("a"), member("b", 5), member("c"))
+        ids = [d.snapshot.me.id for d in decisions.values()]
+        assert ids == [0, 5, 1]
+
+    def test_names_and_ranks_are_unique_among_the_living(self, group):
+        join(group, member("a", 0))
+        assert "is not unique" in join(group, member("a", 1))["a-1"].reason
+        assert "asks for rank 0" in join(group, member("b", 0))["b-0"].reason
+        group.find("a-0").remove("a-0", "left")
+        again = join(group, member("a", 0, token="again"))
+        assert isinstance(again["again"], Admitted)
+
+    def test_an_id_used_again_has_another_epoch(self, group):
+        session, _ = group.join(member("a", 0))
+        group.join(member("b", 1))
+        session.remove("a-0", "left")
+        decisions = join(group, member("c", 0))
+        assert decisions["c-0"].snapshot.me.epoch == 1
+
+    def test_changes_are_told_in_order(self, group):
+        session, _ = group.join(member("a", 0))
+        group.join(member("b", 1))
+        version = session.version
+        session.remove("b-1", "died", "killed")
+        (change,) = session.since(version)
+        assert (change.kind, change.member.name, change.cause) == ("died", "b", "killed")
+        assert not session.remove("b-1", "left")
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, None), (None, 1)])
+def test_static_and_dynamic_members_do_not_mix(group, first, second):
+    join(group, member("a", 0, first))
+    (decision,) = join(group, member("b", 0, second)).values()
+    assert isinstance(decision, Refused) and "mixes statically and dynamically" in decision.reason
+
+
+def test_a_barrier_waits_for_the_living_only(group):
+    session = None
+    for name in "abc":
+        session, _ = group.join(member(name))
+    session.report("tag", "a--1", 1)
+    assert session.reached("tag") is None and session.absent("tag") == ["b", "c"]
+    session.report("tag", "b--1", 2)
+    session.remove("c--1", "died")
+    assert session.reached("tag") == {"a": 1, "b": 2}
+
+
+def test_a_group_is_empty_when_all_have_gone(group):
+    session, _ = group.join(member("a"))
+    assert not group.is_empty
+    session.remove("a--1", "left")
+    assert group.is_empty

@@ -1,0 +1,86 @@
+"""Errors on their way back."""
+
+import pickle
+
+import pytest
+import targets
+
+from rayrpc._concurrency.outcome import fresh
+from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime.serialization.remote_errors import describe, rebuild
+from rayrpc.errors import CallTimeoutError, WorkerDiedError
+
+HERE = WorkerInfo("alice", 1)
+
+
+def through(raise_it):
+    try:
+        raise_it()
+    except BaseException as exc:
+        return rebuild(*describe(exc, HERE, lambda kind: pickle.dumps(kind)))
+
+
+def test_the_type_stays_and_the_text_has_worker_error_and_traceback(capsys):
+    error = through(targets.fail)
+    assert type(error) is ValueError
+    for part in ("On WorkerInfo(id=1, name=alice)", "as expected", "in fail"):
+        assert part in str(error)
+    assert "as expected" in capsys.readouterr().err
+
+
+def test_line_breaks_and_foreign_letters_survive():
+    text = str(through(lambda: targets.fail("one\ntwo é 中")))
+    assert "one\ntwo é 中" in text
+
+
+def test_backslashes_raise_no_warning():
+    assert type(through(lambda: targets.fail(r"not \d"))) is ValueError
+
+
+def test_a_type_with_another_constructor_becomes_a_runtime_error():
+    error = through(targets.fail_picky)
+    assert type(error) is RuntimeError
+    assert "Original exception on remote side was" in str(error) and "Picky" in str(error)
+
+
+def test_a_type_that_cannot_be_sent_becomes_a_runtime_error():
+    error = rebuild("text", b"", "Secret", {})
+    assert type(error) is RuntimeError and "Secret" in str(error) and "text" in str(error)
+
+
+def test_system_exit_does_not_end_the_caller():
+    assert type(through(targets.leave_thread)) is RuntimeError
+
+
+def test_rayrpcs_own_errors_keep_their_fields():
+    def fail():
+        raise WorkerDiedError("bob", "killed", "10.0.0.1")
+
+    error = through(fail)
+    assert isinstance(error, WorkerDiedError)
+    assert (error.worker, error.cause, error.node) == ("bob", "killed", "10.0.0.1")
+    assert "bob" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("a", 1), WorkerDiedError("bob", "x"), CallTimeoutError("t"), OSError(2, "no")],
+)
+def test_a_fresh_error_is_alike_and_has_no_trace(error):
+    error.note = "kept"
+    again = fresh(error)
+    assert type(again) is type(error) and again is not error
+    assert (str(again), again.args, again.note) == (str(error), error.args, "kept")
+    assert again.__traceback__ is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "no such file", "name.txt"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad start"),
+        SyntaxError("bad", ("f.py", 1, 1, "x", 1, 2)),
+    ],
+)
+def test_a_fresh_error_of_python_says_the_same(error):
+    assert str(fresh(error)) == str(error)

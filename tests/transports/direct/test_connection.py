@@ -1,0 +1,404 @@
+"""Lanes between a caller and a callee in one process, without Ray: who may in, who reads, what
+happens when a connection is cut."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import eventually
+
+from rayrpc._concurrency import reader
+from rayrpc._concurrency.outcome import Value
+from rayrpc._concurrency.reader import Watch, step_aside
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.transport import Deferred, PendingReply
+from rayrpc._transports.direct.auth import CHALLENGE_SIZE, Answer
+from rayrpc._transports.direct.connection import Lane
+from rayrpc._transports.direct.server import LaneServer
+from rayrpc._transports.direct.wire import prepare
+from rayrpc.errors import CallLostError
+
+SECRET = b"s" * 32
+PATIENCE = 20.0
+
+
+def frame(call_id, data=b"", buffers=()):
+    return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
+
+
+class Callee:
+    """Serves lanes; what it answers can be set."""
+
+    def __init__(self):
+        self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
+        self.watch = Watch()
+        self.server = LaneServer("callee", "127.0.0.1", self.threads, self.watch)
+        self.answer = lambda frame: frame.data
+        self.server.start(SECRET, self.serve, lambda frame, reply: False)
+
+    def serve(self, frame, may_block=True):
+        data = self.answer(frame)
+        if isinstance(data, Deferred):
+            return data
+        return Frame(Kind.VALUE, 0, 1, frame.call_id, data=data, buffers=frame.buffers)
+
+    def close(self):
+        self.server.close(0.5)
+        self.watch.close()
+        self.threads.close()
+
+
+class Owner:
+    """What a lane needs; connects by UNIX socket or TCP."""
+
+    def __init__(self, callee, family):
+        self.callee = callee
+        self.family = family
+        self.rerouted = []
+        self.lost = []
+        self.connections = []
+
+    def connect(self, peer):
+        connection = dial(self.callee.server, self.family)
+        greet(connection)
+        prepare(connection)
+        self.connections.append(connection)
+        return connection
+
+    def reroute(self, call, reason):
+        self.rerouted.append(call)
+        pending = PendingReply()
+        pending.complete(Value(frame(call.id, b"by another way")))
+        call.go_by(pending)
+
+    def lost_lane(self, lane, reason):
+        self.lost.append(reason)
+        threading.Timer(0.3, lambda: lane.fail(CallLostError(f"not known: {reason}"))).start()
+
+    def other_way(self, call):
+        raise AssertionError("nothing is large here")
+
+
+def dial(server, family=socket.AF_UNIX):
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    address = "\0" + server.unix if family == socket.AF_UNIX else ("127.0.0.1", server.port)
+    while True:
+        try:
+            connection.connect(address)
+            return connection
+        except BlockingIOError:  # many are at the door
+            time.sleep(0.01)
+
+
+def greet(connection, secret=SECRET):
+    answer = Answer(secret, "caller", "callee")
+    connection.sendall(answer.hello)
+    challenge = b""
+    while len(challenge) < CHALLENGE_SIZE:
+        data = connection.recv(CHALLENGE_SIZE - len(challenge))
+        assert data, "refused"
+        challenge += data
+    connection.sendall(answer.receive(challenge))
+
+
+@pytest.fixture
+def callee():
+    callee = Callee()
+    yield callee
+    callee.close()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def lane(request, callee):
+    family = socket.AF_UNIX if request.param == "unix" else socket.AF_INET
+    owner = Owner(callee, family)
+    threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
+    lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
+    lane.owner = owner
+    yield lane
+    lane.fail(CallLostError("the test is over"))
+    threads.close()
+
+
+class TestCalls:
+    def test_calls_that_wait_and_calls_that_call_back_share_a_lane(self, callee, lane):
+        some = random.Random(7)
+        callee.answer = lambda f: (time.sleep(some.choice([0, 0, 0.001])), f.data)[1]
+        numbers = iter(range(1, 10**9))
+        wrong, done = [], []
+
+        def waits():
+            for _ in range(150):
+                number = next(numbers)
+                data = b"%d" % number
+                if lane.call(frame(number, data)).wait(PATIENCE).data != data:
+                    wrong.append(number)
+
+        def calls_back():
+            for _ in range(300):
+                number = next(numbers)
+                data = b"%d" % number
+                lane.call(frame(number, data)).on_done(
+                    lambda outcome, data=data: done.append(outcome.value.data == data)
+                )
+
+        threads = [threading.Thread(target=f) for f in [waits] * 4 + [calls_back] * 3]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert not wrong
+        assert eventually(lambda: len(done) == 900) and all(done)
+
+    def test_a_call_that_waits_long_does_not_hold_up_the_others(self, callee, lane):
+        go = threading.Event()
+        callee.answer = lambda f: (f.data != b"slow" or go.wait(PATIENCE), f.data)[1]
+        slow = [lane.call(frame(i, b"slow")) for i in range(1, 30)]
+        waiting = [threading.Thread(target=call.wait, args=(PATIENCE,)) for call in slow[:5]]
+        for thread in waiting:
+            thread.start()
+        for i in range(100, 150):
+            assert lane.call(frame(i, b"fast")).wait(PATIENCE).data == b"fast"
+        go.set()
+        assert all(call.wait(PATIENCE).data == b"slow" for call in slow[5:])
+        for thread in waiting:
+            thread.join(PATIENCE)
+
+    def test_a_timeout_hands_the_reading_on(self, callee, lane):
+        callee.answer = lambda f: (f.data and time.sleep(float(f.data)), f.data)[1]
+        late = lane.call(frame(1, b"1.0"))
+        other = lane.call(frame(2, b"0.6"))
+        result = []
+        thread = threading.Thread(target=lambda: result.append(other.wait(PATIENCE).data))
+
+        def times_out():
+            with pytest.raises(TimeoutError):
+                late.wait(0.2)
+
+        started = time.monotonic()
+        first = threading.Thread(target=times_out, daemon=True)
+        first.start()
+        time.sleep(0.05)
+        thread.start()
+        first.join(PATIENCE)
+        assert time.monotonic() - started < 0.55
+        thread.join(PATIENCE)
+        assert result == [b"0.6"]
+        assert late.wait(PATIENCE).data == b"1.0"
+
+    def test_threads_go_when_there_is_nothing_to_do(self, callee, lane):
+        callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
+        calls = [lane.call(frame(i, b"x")) for i in range(1, 20)]
+        assert all(call.wait(PATIENCE).data == b"x" for call in calls)
+        assert callee.threads.size > 10
+        assert eventually(lambda: callee.threads.size <= 2)
+        assert lane.call(frame(99, b"y")).wait(PATIENCE).data == b"y"
+
+
+class TestShortCalls:
+    """A function that takes a while, but not long, keeps its reader if nobody else calls."""
+
+    @pytest.fixture
+    def readers(self, callee, monkeypatch):
+        """Return the threads that ran calls; all of these are short, and take as long as told."""
+        threads = []
+
+        def answer(frame):
+            step_aside(briefly=True)
+            threads.append(threading.get_ident())
+            time.sleep(float(frame.data))
+            return frame.data
+
+        callee.answer = answer
+        monkeypatch.setattr(reader, "TICK_SECONDS", 5.0)  # the watch relieves nobody here
+        return threads
+
+    def test_one_call_at_a_time_is_served_by_one_thread(self, lane, readers):
+        for number in range(50):
+            assert lane.call(frame(number, b"0.001")).wait(PATIENCE).data == b"0.001"
+        assert len(set(readers)) == 1
+
+    def test_after_calls_at_a_time_others_read_on_while_one_runs(self, lane, readers):
+        first = lane.call(frame(1, b"0.3"))
+        assert eventually(lambda: readers)
+        held_up = lane.call(frame(2, b"0"))  # nobody could know
+        assert held_up.wait(PATIENCE) and first.wait(PATIENCE)
+        long = lane.call(frame(3, b"3"))
+        assert eventually(lambda: len(readers) == 3)
+        start = time.monotonic()
+        assert lane.call(frame(4, b"0")).wait(PATIENCE).data == b"0"
+        assert time.monotonic() - start < 2 and len(set(readers)) > 1
+        assert long.wait(PATIENCE)
+
+
+class TestCuts:
+    def test_calls_that_were_sent_end_with_not_known(self, callee, lane):
+        callee.answer = lambda f: Deferred()
+        called = [lane.call(frame(i)) for i in range(1, 5)]
+        outcomes = []
+        called[0].on_done(outcomes.append)
+        assert eventually(lambda: callee.server._connections)
+        time.sleep(0.2)
+        for connection in list(callee.server._connections):
+            connection.close()
+        for call in called[1:]:
+            with pytest.raises(CallLostError, match="not known"):
+                call.wait(PATIENCE)
+        assert eventually(lambda: outcomes and isinstance(outcomes[0].error, CallLostError))
+        assert len(lane.owner.lost) == 1 and not lane.owner.rerouted
+        assert lane.call(frame(9)) is None
+
+    def test_a_reply_that_cannot_be_sent_ends_the_lane_and_is_logged(self, callee, lane, caplog):
+        callee.answer = lambda f: "no bytes" if f.data == b"bad" else f.data
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        bad = lane.call(frame(2, b"bad"))
+        with pytest.raises(CallLostError):
+            bad.wait(PATIENCE)
+        assert "a reply could not be sent" in caplog.text
+
+    def test_calls_that_were_not_sent_go_another_way(self, callee, lane):
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        (connection,) = lane.owner.connections
+        connection.shutdown(socket.SHUT_WR)
+        call = lane.call(frame(2, b"y"))
+        assert call.wait(PATIENCE).data == b"by another way"
+        assert lane.call(frame(3)) is None
+
+    def test_a_lane_without_its_side_channel_sends_calls_another_way(self, callee, monkeypatch):
+        def refuse(*_):
+            raise OSError(24, "Too many open files")
+
+        owner = Owner(callee, socket.AF_UNIX)
+        threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
+        monkeypatch.setattr("rayrpc._transports.direct.stream.socket.socketpair", refuse)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"by another way"
+        threads.close()
+
+    def test_calls_that_waited_for_a_connection_go_another_way(self, callee):
+        owner = Owner(callee, socket.AF_INET)
+        go = threading.Event()
+
+        def connect(peer):
+            go.wait(PATIENCE)
+            raise ConnectionRefusedError("nobody there")
+
+        owner.connect = connect
+        threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
+        calls = [lane.call(frame(i)) for i in range(3)]
+        outcomes = []
+        calls[0].on_done(outcomes.append)
+        waiting = threading.Thread(
+            target=lambda: outcomes.append(Value(calls[1].wait(PATIENCE))), daemon=True
+        )
+        waiting.start()
+        time.sleep(0.1)
+        go.set()
+        assert calls[2].wait(PATIENCE).data == b"by another way"
+        assert eventually(lambda: len(outcomes) == 2)
+        assert [o.value.data for o in outcomes] == [b"by another way"] * 2
+        assert "nobody there" in owner.lost[0]
+        threads.close()
+
+
+class TestStrangers:
+    def hold(self, stack, server, count, say=b""):
+        """Connect, say something, and stay."""
+        for _ in range(count):
+            stranger = stack.enter_context(dial(server))
+            with contextlib.suppress(OSError):
+                stranger.sendall(say)
+
+    @pytest.mark.parametrize(
+        "say",
+        [b"", b"GET / HTTP/1.1\r\n\r\n", b"rayrpc 1", os.urandom(200), b"rayrpc 1" + b"x" * 500],
+        ids=["silent", "http", "stalls", "garbage", "long"],
+    )
+    def test_they_hold_up_nobody(self, callee, lane, say):
+        with contextlib.ExitStack() as stack:
+            self.hold(stack, callee.server, 100, say)
+            assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+            assert len(callee.server._connections) == 1
+
+    def test_who_does_not_know_the_secret_is_hung_up_on(self, callee):
+        with dial(callee.server) as stranger:
+            answer = Answer(b"guess", "caller", "callee")
+            stranger.sendall(answer.hello)
+            assert stranger.recv(CHALLENGE_SIZE)
+            stranger.sendall(b"\0" * 32)
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(b"\0" * 100)
+                assert stranger.recv(1) == b""
+        assert not callee.server._connections
+
+    def test_who_says_nothing_is_hung_up_on_in_time(self, callee, monkeypatch):
+        monkeypatch.setattr("rayrpc._transports.direct.acceptor.GREETING_SECONDS", 0.3)
+        with dial(callee.server) as stranger:
+            assert stranger.recv(1) == b""
+
+    def test_a_thousand_that_come_and_go_leave_no_descriptor(self, callee, lane):
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+
+        def descriptors():
+            return len(os.listdir("/proc/self/fd"))
+
+        before = descriptors()
+        for _ in range(1000):
+            with dial(callee.server) as stranger:
+                stranger.sendall(b"rayrpc 1" + b"y" * 40)
+        assert eventually(lambda: descriptors() <= before)
+        assert lane.call(frame(2, b"x")).wait(PATIENCE).data == b"x"
+
+    def test_it_listens_at_the_nodes_address_alone(self, callee):
+        for listener in callee.server._listeners:
+            if listener.family == socket.AF_INET:
+                assert listener.getsockname()[0] == "127.0.0.1"
+            assert not listener.get_inheritable()
+
+
+def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
+    """The peer is a process of its own, so that it can be stopped."""
+    code = (
+        "import sys, time; sys.path[:0] = sys.argv[1:]\n"
+        "from test_connection import Callee\n"
+        "callee = Callee()\n"
+        "print(callee.server.unix, callee.server.port, flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    folders = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *folders, *sys.path], stdout=subprocess.PIPE, text=True
+    )
+    threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
+    try:
+        unix, port = process.stdout.readline().split()
+        server = type("Server", (), {"unix": unix, "port": int(port)})
+        owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
+        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
+        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        os.kill(process.pid, signal.SIGSTOP)
+        big = [lane.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            big[0].wait(0.3)
+        assert time.monotonic() - start < 2
+        os.kill(process.pid, signal.SIGCONT)
+        assert all(len(call.wait(PATIENCE).buffers[0]) == 500_000 for call in big)
+    finally:
+        process.kill()
+        lane.fail(CallLostError("the test is over"))
+        process.wait()
+        process.stdout.close()
+        threads.close()

@@ -1,0 +1,288 @@
+"""Calls on lanes between real workers: when Ray takes over, who waits for whom, who died."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import targets
+from conftest import eventually
+
+import rayrpc as rpc
+from rayrpc import config, errors
+
+PATIENCE = 20.0
+# The promise is 1 s from a death; more is for machines that are busy.
+SECONDS = 3.0
+DIRECT = "rayrpc._transports.direct.transport"
+
+
+@contextlib.contextmanager
+def group_of(names, transport):
+    before = rpc.settings()
+    rpc.configure(transport=transport)
+    try:
+        rpc.start_workers(names)
+        yield
+    finally:
+        config.use(before)
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+
+
+@pytest.fixture(scope="class")
+def auto(ray_cluster):
+    with group_of(["alice", "bob", "shut", "victim"], "auto"):
+        yield
+
+
+@pytest.fixture(scope="class")
+def direct(ray_cluster):
+    with group_of(["carol", "dora"], "direct"):
+        yield
+
+
+@pytest.fixture
+def reasons(caplog):
+    """Return what was logged about the ways to a worker."""
+    caplog.set_level(logging.INFO, DIRECT)
+
+    def reasons(worker):
+        messages = [r.getMessage() for r in caplog.records if r.name == DIRECT]
+        return [message for message in messages if worker in message]
+
+    return reasons
+
+
+def way_to(name):
+    agent = rpc._get_current_rpc_agent()
+    return agent._transport._peers[agent.lookup(name).token]
+
+
+def cut_lane(name, how):
+    way_to(name).lane._stream._connection.shutdown(how)
+
+
+def forget_lane(name):
+    """Let the next call open a lane as if it were the first."""
+    agent = rpc._get_current_rpc_agent()
+    way = agent._transport._peers.pop(agent.lookup(name).token, None)
+    if way is not None:
+        way.lane.fail(errors.CallLostError("forgotten"))
+
+
+def close_door(name):
+    """Let a worker accept no lanes any more, and have none to it from here."""
+
+    def close():
+        for listener in rpc._get_current_rpc_agent()._transport._server._listeners:
+            listener.close()
+
+    rpc.rpc_sync(name, close)
+    forget_lane(name)
+
+
+def count_of(name):
+    """Return how often ``targets.count`` ran there."""
+    return rpc.rpc_sync(name, lambda: targets.counter)
+
+
+class Ends:
+    """How calls ended, and when."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def start(self, name, call):
+        def record():
+            try:
+                result = call()
+            except Exception as exc:
+                result = exc
+            self.seen[name] = (time.monotonic(), result)
+
+        threading.Thread(target=record, daemon=True).start()
+
+    def assert_all_died(self, number, worker, killed):
+        assert eventually(lambda: len(self.seen) == number), sorted(self.seen)
+        for name, (end, error) in self.seen.items():
+            assert isinstance(error, errors.WorkerDiedError), (name, error)
+            assert error.worker == worker and end - killed < SECONDS, (name, end - killed)
+
+
+def bounce(depth):
+    """Return a call that goes to alice, from there to bob, and so on, to this depth."""
+    names = ["alice" if level % 2 == 0 else "bob" for level in range(depth)]
+    call = (names.pop(), targets.whoami)
+    while names:
+        call = (names.pop(), targets.call_on, *call)
+    return call
+
+
+def assert_quick_calls_get_through(blocked):
+    for _ in range(50):
+        assert rpc.rpc_sync("bob", targets.whoami, timeout=PATIENCE) == "bob"
+        assert rpc.rpc_async("bob", targets.add, args=(1,), timeout=PATIENCE).wait() == 2
+    assert not any(future.done() for future in blocked)
+
+
+@pytest.mark.usefixtures("auto")
+class TestAuto:
+    def test_who_accepts_no_lane_is_called_by_ray_once_each_and_one_reason_is_logged(self, reasons):
+        close_door("shut")
+        futures = [rpc.rpc_async("shut", targets.count) for _ in range(20)]
+        assert sorted(future.wait() for future in futures) == list(range(1, 21))
+        assert rpc.rpc_sync("shut", targets.count) == 21
+        assert rpc.remote("shut", targets.count).to_here() == 22
+        (reason,) = reasons("shut")
+        assert "by Ray" in reason and "no connection could be made" in reason
+        assert rpc.rpc_sync("alice", targets.whoami) == "alice" and reasons("alice") == []
+
+    def test_a_door_that_refuses_sends_calls_by_ray(self, reasons):
+        def change_secret(secret):
+            server = rpc._get_current_rpc_agent()._transport._server
+            old, server._secret = server._secret, secret
+            return old
+
+        before = count_of("bob")
+        secret = rpc.rpc_sync("bob", change_secret, args=(b"other",))
+        forget_lane("bob")
+        try:
+            futures = [rpc.rpc_async("bob", targets.count) for _ in range(5)]
+            assert sorted(f.wait() for f in futures) == [before + i for i in range(1, 6)]
+            (reason,) = reasons("bob")
+            assert "by Ray" in reason
+        finally:
+            rpc.rpc_sync("bob", change_secret, args=(secret,))
+            forget_lane("bob")
+
+    def test_calls_that_could_not_be_sent_run_once(self, reasons):
+        before = count_of("bob")
+        cut_lane("bob", socket.SHUT_WR)
+        try:
+            futures = [rpc.rpc_async("bob", targets.count) for _ in range(20)]
+            assert sorted(f.wait() for f in futures) == [before + i for i in range(1, 21)]
+            assert count_of("bob") == before + 20
+            assert len(reasons("bob")) == 1
+        finally:
+            forget_lane("bob")
+
+    def test_a_call_that_was_sent_is_not_sent_again(self):
+        def count_and_wait():
+            targets.count()
+            eventually(lambda: "cut" in targets.shared)
+
+        before = count_of("bob")
+        sent = rpc.rpc_async("bob", count_and_wait)
+        assert eventually(lambda: count_of("bob") == before + 1)
+        cut_lane("bob", socket.SHUT_RDWR)
+        try:
+            with pytest.raises(errors.CallLostError, match=r"'bob'.*not known"):
+                sent.wait()
+            assert count_of("bob") == before + 1
+        finally:
+            rpc.rpc_sync("bob", targets.keep, args=("cut", True))
+            forget_lane("bob")
+
+    def test_all_calls_pending_on_a_killed_worker_fail_at_once(self):
+        pid = rpc.rpc_sync("victim", targets.pid)
+        ends = Ends()
+        for i in range(10):  # more than the 16 threads that serve them
+            ends.start(f"sync {i}", lambda: rpc.rpc_sync("victim", targets.nap, args=(50,)))
+            ends.start(f"async {i}", rpc.rpc_async("victim", targets.nap, args=(50,)).wait)
+            args = ("victim", targets.nap, 50)
+            ends.start(
+                f"of alice {i}", lambda a=args: rpc.rpc_sync("alice", targets.call_on, args=a)
+            )
+        agent = rpc._get_current_rpc_agent()
+        waiting = lambda: rpc._get_current_rpc_agent().caller.active
+        assert eventually(lambda: agent.caller.active == 30)
+        assert eventually(lambda: rpc.rpc_sync("alice", waiting) == 10)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        ends.assert_all_died(30, "victim", killed)
+
+    @pytest.mark.parametrize("chains", [1, 4])
+    def test_nested_calls_go_as_deep_as_there_are_threads(self, chains):
+        """16 threads at each of two workers are 32 levels, of one chain or of several."""
+        to, func, *args = bounce(32 // chains)
+        futures = [rpc.rpc_async(to, func, args=args, timeout=PATIENCE) for _ in range(chains)]
+        assert [future.wait() for future in futures] == ["bob"] * chains
+        assert rpc.rpc_sync("alice", targets.whoami) == "alice"
+
+    def test_slow_functions_hold_up_no_other_call_of_their_caller(self):
+        def wait():
+            assert eventually(lambda: "go" in targets.shared)
+            return "went"
+
+        blocked = [rpc.rpc_async("bob", wait) for _ in range(10)]
+        start = time.monotonic()
+        assert_quick_calls_get_through(blocked)
+        assert time.monotonic() - start < PATIENCE / 2
+        rpc.rpc_sync("bob", targets.keep, args=("go", True))
+        assert [future.wait() for future in blocked] == ["went"] * 10
+
+    def test_functions_that_block_after_quick_runs_hold_up_nobody(self):
+        event = rpc.remote("bob", threading.Event)
+        event.rpc_sync().set()
+        assert all(event.rpc_sync().wait(PATIENCE) for _ in range(100))
+        event.rpc_sync().clear()
+        blocked = [event.rpc_async().wait(PATIENCE) for _ in range(10)]
+        assert_quick_calls_get_through(blocked)
+        event.rpc_sync().set()
+        assert all(future.wait() for future in blocked)
+
+    def test_a_plain_function_that_blocks_after_quick_runs_holds_up_nobody(self):
+        for _ in range(100):
+            rpc.rpc_sync("bob", targets.nap, args=(0,))
+        start = time.monotonic()
+        blocked = rpc.rpc_async("bob", targets.nap, args=(2, "rested"))
+        for _ in range(20):
+            assert rpc.rpc_sync("bob", targets.whoami) == "bob"
+        assert time.monotonic() - start < 2 and not blocked.done()
+        assert blocked.wait() == "rested"
+
+
+@pytest.mark.usefixtures("direct")
+class TestDirect:
+    def test_a_lane_that_ended_is_not_replaced_by_ray(self, reasons):
+        assert rpc.rpc_sync("carol", targets.whoami) == "carol"
+        cut_lane("carol", socket.SHUT_WR)
+        try:
+            for _ in range(2):
+                with pytest.raises(errors.CallError, match=r"'carol'.*cannot be called directly"):
+                    rpc.rpc_sync("carol", targets.whoami)
+            (reason,) = reasons("carol")
+            assert "nowhere" in reason
+        finally:
+            forget_lane("carol")
+
+    def test_who_accepts_no_lane_is_not_called(self, reasons, monkeypatch):
+        close_door("carol")
+        for call in (
+            lambda: rpc.rpc_sync("carol", targets.count),
+            lambda: rpc.rpc_async("carol", targets.count).wait(),
+        ):
+            with pytest.raises(errors.CallError, match=r"'carol'.*cannot be called dir") as got:
+                call()
+            assert not isinstance(got.value, errors.WorkerDiedError)
+        assert len(reasons("carol")) == 1
+        monkeypatch.setattr(rpc._get_current_rpc_agent()._transport, "_only", False)
+        assert count_of("carol") == 0
+
+    def test_calls_pending_on_a_killed_worker_fail_at_once(self):
+        pid = rpc.rpc_sync("dora", targets.pid)
+        ends = Ends()
+        for i in range(5):
+            ends.start(f"sync {i}", lambda: rpc.rpc_sync("dora", targets.nap, args=(50,)))
+            ends.start(f"async {i}", rpc.rpc_async("dora", targets.nap, args=(50,)).wait)
+        agent = rpc._get_current_rpc_agent()
+        assert eventually(lambda: agent.caller.active >= 10)
+        assert rpc.rpc_sync("dora", targets.whoami) == "dora"
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        ends.assert_all_died(10, "dora", killed)

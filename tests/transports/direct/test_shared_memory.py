@@ -1,0 +1,372 @@
+"""Memory that the ends of a lane share: what goes by it, whose it is, when it is used again."""
+
+import errno
+import gc
+import os
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct import shared_memory
+from rayrpc._transports.direct.shared_memory import MappedSegments, SegmentPool, offsets
+from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
+from rayrpc._transports.direct.wire import prepare
+
+LARGE = 100_000
+PATIENCE = 20.0
+
+pytestmark = pytest.mark.skipif(
+    not shared_memory.is_supported(), reason="this system has no files without a name"
+)
+
+
+def frame(call_id, buffers=()):
+    return Frame(Kind.CALL, 0, 0, call_id, data=b"head", buffers=list(buffers))
+
+
+def read(stream):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            return stream.read()
+        except TimeoutError:
+            continue
+    raise AssertionError("nothing came")
+
+
+def pass_message(sender, receiver, buffers=(), call_id=1):
+    sender.send(call_id, frame(call_id, buffers))
+    return read(receiver)
+
+
+def echo(stream):
+    """Answer one call with what it brought; return where that lay."""
+    message = read(stream)
+    place, call = message.place, message.frame()
+    del message
+    stream.send(call.call_id, call, give_up=True)
+    return place
+
+
+def contents(message):
+    return [bytes(buffer) for buffer in message.buffers]
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:rayrpc")
+
+
+@pytest.fixture
+def threads():
+    cache = ThreadCache("memory-test", soft_limit=8, idle_seconds=0.1)
+    yield cache
+    cache.close()
+
+
+def open_ends(threads, pair):
+    """Return both ends of a connection: the one that opened it, and the one that accepted."""
+    for end in pair:
+        prepare(end)
+    return [Stream(end, threads, lambda unsent: None, i == 0) for i, end in enumerate(pair)]
+
+
+@pytest.fixture(params=["unix"])
+def ends(request, threads):
+    gc.collect()
+    pair = socket.socketpair() if request.param == "unix" else tcp_pair()
+    ends = open_ends(threads, pair)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+class TestWhatIsShared:
+    @pytest.mark.parametrize("size", [SHARED_BYTES, LARGE, 5_000_000, 1 << 23])
+    def test_large_buffers_arrive_by_shared_memory_both_ways(self, ends, size):
+        data = os.urandom(size)
+        for sender, receiver in (ends, ends[::-1]):
+            message = pass_message(sender, receiver, [data])
+            assert message.place is not None and message.frame().data == b"head"
+            assert contents(message) == [data]
+
+    def test_small_buffers_go_in_line(self, ends):
+        message = pass_message(*ends, [b"x" * (SHARED_BYTES - 1)])
+        assert message.place is None and contents(message) == [b"x" * (SHARED_BYTES - 1)]
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [(0, LARGE), (LARGE, 0), (0, 0, 3, LARGE, 0, 1), (1000,) * 70, (16,) * 2000 + (LARGE,)],
+        ids=["empty first", "empty last", "mixed", "many that are large together", "thousands"],
+    )
+    def test_many_buffers_share_a_segment_and_stay_apart(self, ends, sizes):
+        sent = [os.urandom(size) for size in sizes]
+        message = pass_message(*ends, sent)
+        assert message.place is not None and contents(message) == sent
+        for buffer in message.buffers:
+            buffer[:] = b"\1" * len(buffer)
+        assert contents(message) == [b"\1" * size for size in sizes]
+
+    def test_empty_buffers_alone_need_no_memory(self, ends):
+        message = pass_message(*ends, [b"", b""])
+        assert message.place is None and contents(message) == [b"", b""]
+
+    @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
+    def test_tcp_never_shares_memory(self, ends):
+        near, far = ends
+        before = mappings()
+        data = os.urandom(3 * LARGE)
+        for sender, receiver in ((near, far), (far, near)):
+            message = pass_message(sender, receiver, [data])
+            assert message.place is None and contents(message) == [data]
+        assert not near.shares_memory and mappings() == before
+
+    def test_buffers_go_in_line_while_no_segment_can_be_made(self, ends, monkeypatch):
+        data = os.urandom(LARGE)
+
+        def refuse(*_):
+            raise OSError(errno.EMFILE, "too many")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory.os, "memfd_create", refuse)
+            message = pass_message(*ends, [data])
+            assert message.place is None and contents(message) == [data]
+        assert pass_message(*ends, [data]).place is not None
+
+    def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(self, ends, monkeypatch):
+        def refuse(*_, **__):
+            raise OSError(errno.ENOMEM, "no memory")
+
+        pass_message(*ends)
+        before = descriptors()
+        monkeypatch.setattr(shared_memory, "_map", refuse)
+        assert pass_message(*ends, [b"x" * LARGE]).place is None
+        assert descriptors() == before
+
+    def test_a_peer_that_does_not_read_holds_up_no_sender(self, ends):
+        near, far = ends
+
+        def send():
+            for number in range(400):
+                near.send(number, frame(number, [b"%5d" % number + bytes(SHARED_BYTES)]))
+
+        sender = threading.Thread(target=send, daemon=True)
+        sender.start()
+        sender.join(5)
+        assert not sender.is_alive()
+        for number in range(400):
+            message = read(far)
+            assert message.number == number
+            assert bytes(message.buffers[0][:5]) == b"%5d" % number
+
+
+class TestWhoseItIs:
+    def test_what_the_sender_changes_later_is_not_seen(self, ends):
+        source = bytearray(b"a" * LARGE)
+        message = pass_message(*ends, [source])
+        source[:] = b"b" * LARGE
+        assert contents(message) == [b"a" * LARGE]
+
+    def test_what_the_receiver_writes_is_its_own(self, ends):
+        near, far = ends
+        source = bytearray(b"a" * LARGE)
+        message = pass_message(near, far, [source])
+        assert not message.buffers[0].readonly
+        message.buffers[0][:] = b"c" * LARGE
+        assert source == b"a" * LARGE
+        assert contents(pass_message(near, far, [source])) == [b"a" * LARGE]
+        assert contents(message) == [b"c" * LARGE]
+
+    def test_a_segment_in_use_is_not_used_again(self, ends):
+        near, far = ends
+        kept = [pass_message(near, far, [b"%d" % i * LARGE], i) for i in range(5)]
+        pass_message(far, near)  # brings the notes, if there were any
+        assert near.send(9, frame(9, [b"9" * LARGE])) and contents(read(far)) == [b"9" * LARGE]
+        assert len({message.place.segment for message in kept}) == 5
+        assert [contents(m) for m in kept] == [[b"%d" % i * LARGE] for i in range(5)]
+
+    def test_one_buffer_that_is_left_keeps_its_segment(self, ends):
+        near, far = ends
+        message = pass_message(near, far, [b"a" * LARGE, b"b" * 10, b"c" * LARGE])
+        number, small = message.place.segment, message.buffers[1][2:5]
+        del message
+        pass_message(far, near, call_id=2)
+        near.send(3, frame(3))
+        read(far)
+        other = pass_message(near, far, [b"d" * LARGE])
+        assert other.place.segment != number and bytes(small) == b"bbb"
+
+    @pytest.mark.parametrize("closed", [(0,), (1,), (1, 0)], ids=["sender", "receiver", "both"])
+    def test_what_was_received_outlives_the_connection(self, ends, closed):
+        data = os.urandom(LARGE)
+        message = pass_message(*ends, [data])
+        for each in closed:
+            ends[each].close()
+        gc.collect()
+        assert contents(message) == [data]
+        message.buffers[0][0] = 1
+        assert message.buffers[0][0] == 1
+
+
+class TestUsingAgain:
+    def test_one_segment_serves_all_echoes(self, ends):
+        near, far = ends
+        counts = []
+        for number in range(20):
+            data = os.urandom(LARGE)
+            near.send(number, frame(number, [data]), give_up=True)
+            assert echo(far).segment == 1
+            reply = read(near)
+            assert reply.place.segment == 1 and contents(reply) == [data]
+            del reply
+            counts.append((descriptors(), mappings()))
+        assert counts[-1] <= counts[0]
+
+    def test_giving_up_empties_the_frame_at_once(self, ends):
+        near, far = ends
+        call = frame(1, [bytearray(LARGE)])
+        near.send(1, call, give_up=True)
+        assert call.buffers == [] and len(read(far).buffers[0]) == LARGE
+        call = frame(2, [bytearray(LARGE)])
+        near.send(2, call)
+        assert len(call.buffers) == 1
+
+    def test_a_segment_is_used_again_by_what_fits_it(self, ends):
+        near, far = ends
+        big = pass_message(near, far, [bytes(3_000_000)]).place
+        small = pass_message(near, far, [bytes(LARGE)]).place
+        pass_message(far, near)
+        near.send(5, frame(5))
+        read(far)
+        assert pass_message(near, far, [bytes(2_950_000)]).place.segment == big.segment
+        assert pass_message(near, far, [bytes(LARGE + 1)]).place.segment == small.segment
+
+    def test_segments_beyond_the_limit_are_let_go_at_both_ends(self, ends, monkeypatch):
+        near, far = ends
+        monkeypatch.setattr(shared_memory, "KEPT_BYTES", shared_memory.SMALLEST)
+        before = mappings()
+        messages = [pass_message(near, far, [bytes(LARGE)], i) for i in range(3)]
+        assert mappings() == before + 6  # one at each end
+        messages.clear()
+        pass_message(far, near)
+        assert mappings() == before + 4  # the receiver does not know yet
+        pass_message(near, far)
+        assert mappings() == before + 2
+        (kept,) = [number for number in (1, 2, 3) if far._mapped.has(number)]
+        assert pass_message(near, far, [bytes(LARGE)]).place.segment == kept
+
+    def test_segments_that_rest_are_let_go_at_both_ends(self, ends, monkeypatch):
+        near, far = ends
+        before = mappings()
+        messages = [pass_message(near, far, [bytes(LARGE)], i) for i in range(3)]
+        del messages[1:]
+        pass_message(far, near)
+        near.rest()
+        pass_message(near, far)
+        assert mappings() == before + 6
+        monkeypatch.setattr(shared_memory, "KEPT_SECONDS", -1)
+        near.rest()
+        pass_message(near, far)
+        assert mappings() == before + 2
+        assert contents(messages[0]) == [bytes(LARGE)]
+
+    def test_threads_that_send_at_once_never_share_a_segment(self, ends):
+        near, far = ends
+        some = random.Random(5)
+        todo = {number: os.urandom(some.choice([10, LARGE, 300_000])) for number in range(200)}
+        server = threading.Thread(target=lambda: [echo(far) for _ in range(200)], daemon=True)
+        server.start()
+        seen = set()
+
+        def send(first):
+            for number in range(first, 200, 4):
+                near.send(number, frame(number, [todo[number]]))
+
+        senders = [threading.Thread(target=send, args=(i,), daemon=True) for i in range(4)]
+        for thread in senders:
+            thread.start()
+        for _ in range(200):
+            reply = read(near)
+            assert contents(reply) == [todo[reply.number]]
+            seen.add(reply.number)
+        assert len(seen) == 200
+        for thread in [*senders, server]:
+            thread.join(PATIENCE)
+
+    def test_segments_hold_no_descriptors_and_are_not_without_end(self, ends, monkeypatch):
+        monkeypatch.setattr(shared_memory, "MOST_SEGMENTS", 50)
+        pass_message(*ends)
+        before = descriptors()
+        kept = [pass_message(*ends, [b"%5d" % i * LARGE], i) for i in range(60)]
+        assert descriptors() == before
+        assert [message.place is not None for message in kept] == [True] * 50 + [False] * 10
+        assert all(bytes(m.buffers[0][:5]) == b"%5d" % i for i, m in enumerate(kept))
+
+
+class TestTheEnd:
+    def test_no_descriptor_and_no_mapping_is_left(self, threads):
+        gc.collect()
+        before = descriptors(), mappings()
+        near, far = open_ends(threads, socket.socketpair())
+        for number in range(5):
+            near.send(number, frame(number, [bytes(LARGE)]))
+            echo(far)
+            read(near)
+        assert descriptors() > before[0] and mappings() > before[1]
+        for end in (near, far):
+            end.close()
+        del near, far, end
+        gc.collect()
+        assert (descriptors(), mappings()) == before
+
+    def test_a_pool_that_was_closed_keeps_nothing(self):
+        before = mappings()
+        pool = SegmentPool(lambda number, capacity, descriptor: None)
+        segments = [pool.take(offsets([LARGE])[1]) for _ in range(3)]
+        assert pool.give_back(segments[0].number)
+        pool.close()
+        segments.clear()
+        assert mappings() == before
+
+    def test_a_segment_that_comes_back_after_the_end_is_let_go(self):
+        before = mappings()
+        pool = SegmentPool(lambda number, capacity, descriptor: None)
+        pool.close()
+        late = pool.take(offsets([LARGE])[1])
+        assert mappings() == before + 1
+        assert not pool.give_back(late.number)
+        del late
+        assert mappings() == before
+
+
+class TestAloneWithTheNotes:
+    """The receiver's half, whose notes come from the garbage collector."""
+
+    def test_each_use_of_a_segment_ends_with_one_note(self):
+        notes = []
+        mapped = MappedSegments(notes.append)
+        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, shared_memory.SMALLEST)
+        mapped.add(7, descriptor, shared_memory.SMALLEST)
+        for use in range(3):
+            first, second = mapped.buffers(7, [10, 20])
+            part = second[3:4]
+            del first, second
+            assert notes == [7] * use
+            del part
+            assert notes == [7] * (use + 1)

@@ -1,0 +1,223 @@
+"""Messages on a stream, and proofs of membership; on socket pairs, without Ray."""
+
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct.auth import Answer, AuthenticationError, Greeting
+from rayrpc._transports.direct.send_queue import Outbox
+from rayrpc._transports.direct.wire import CAPACITY, Inbox, message_parts, prepare
+
+SECRET = b"s" * 32
+
+
+def frame(call_id, data=b"", buffers=()):
+    return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
+
+
+def to_parts(call_id, frame):
+    return message_parts(call_id, frame.pack(), [memoryview(b).cast("B") for b in frame.buffers])
+
+
+@pytest.fixture
+def ends():
+    pair = socket.socketpair()
+    for end in pair:
+        prepare(end)
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.fixture
+def threads():
+    cache = ThreadCache("wire-test", soft_limit=8, idle_seconds=0.1)
+    yield cache
+    cache.close()
+
+
+def read(inbox):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            return inbox.read()
+        except TimeoutError:
+            continue
+    raise AssertionError("nothing came")
+
+
+SIZES = [
+    (),
+    (0,),
+    (10,),
+    (0, 3, 0),
+    (CAPACITY,),
+    (CAPACITY - 200, 100),
+    (1, CAPACITY * 3, 0, 7),
+    tuple([16] * 10_000),
+]
+
+
+def messages():
+    some = random.Random(1)
+    for call_id in range(120):
+        sizes = some.choice(SIZES)
+        yield frame(call_id, os.urandom(some.choice([0, 1, 500])), map(os.urandom, sizes))
+
+
+class TestReading:
+    @pytest.mark.parametrize("piece", [1, 23, 24, 25, 4096, 1 << 20])
+    def test_messages_arrive_whole_however_they_are_cut(self, ends, piece):
+        sent = [frame(1, b"a", [b"xyz"]), frame(2, b"b" * 100), frame(3, b"", [b"", b"1" * 999])]
+        if piece > 1:
+            sent += list(messages())
+        stream = b"".join(bytes(part) for f in sent for part in to_parts(f.call_id, f))
+
+        def write():
+            for start in range(0, len(stream), piece):
+                ends[0].sendall(stream[start : start + piece])
+
+        threading.Thread(target=write, daemon=True).start()
+        inbox = Inbox(ends[1])
+        for expected in sent:
+            message = read(inbox)
+            got = message.frame()
+            assert (message.number, got.data) == (expected.call_id, expected.data)
+            assert [bytes(b) for b in got.buffers] == expected.buffers
+
+    def test_buffers_are_the_receivers_own_and_writable(self, ends):
+        for size in (10, CAPACITY * 2):
+            for part in to_parts(1, frame(1, b"", [b"x" * size])):
+                threading.Thread(target=ends[0].sendall, args=(part,), daemon=True).start()
+                time.sleep(0.05)
+            inbox = Inbox(ends[1])
+            (buffer,) = read(inbox).buffers
+            buffer[0] = 7
+            assert bytes(buffer[:2]) == b"\x07x"
+
+    def test_a_read_comes_back_when_nothing_arrives_and_goes_on_later(self, ends):
+        inbox = Inbox(ends[1])
+        (part,) = to_parts(5, frame(5, b"data"))
+        ends[0].sendall(part[:30])
+        with pytest.raises(TimeoutError):
+            inbox.read()
+        ends[0].sendall(part[30:])
+        assert inbox.read().frame().data == b"data"
+
+    def test_the_end_of_the_connection_is_an_end_of_file(self, ends):
+        inbox = Inbox(ends[1])
+        ends[0].sendall(to_parts(5, frame(5))[0][:20])
+        ends[0].close()
+        with pytest.raises(EOFError):
+            inbox.read()
+
+    def test_a_note_that_a_reply_comes_elsewhere_has_no_head(self, ends):
+        ends[0].sendall(message_parts(9, b"", [])[0])
+        message = Inbox(ends[1]).read()
+        assert (message.number, message.head, message.buffers) == (9, b"", [])
+
+
+class TestWriting:
+    def test_what_many_threads_send_arrives_once_each(self, ends, threads):
+        outbox = Outbox(ends[0], threads, lambda unsent: None)
+        sent = list(messages())
+        parts = [threading.Thread(target=self.send, args=(outbox, sent[i::6])) for i in range(6)]
+        for thread in parts:
+            thread.start()
+        inbox = Inbox(ends[1])
+        got = {message.number: message.frame() for message in (read(inbox) for _ in sent)}
+        assert len(got) == len(sent)
+        for expected in sent:
+            assert [bytes(b) for b in got[expected.call_id].buffers] == expected.buffers
+
+    def send(self, outbox, frames):
+        for each in frames:
+            outbox.send(each.call_id, to_parts(each.call_id, each))
+
+    def test_a_peer_that_does_not_read_never_holds_the_sender(self, ends, threads):
+        outbox = Outbox(ends[0], threads, lambda unsent: None)
+        start = time.monotonic()
+        for i in range(40):
+            outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 100_000])))
+        assert time.monotonic() - start < 2
+        assert not outbox.is_empty
+        inbox = Inbox(ends[1])
+        assert [read(inbox).number for _ in range(40)] == list(range(40))
+
+    def test_a_cut_tells_which_messages_were_not_sent(self, ends, threads):
+        broken = []
+        outbox = Outbox(ends[0], threads, broken.append)
+        for i in range(10):
+            outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 200_000])))
+        ends[1].close()
+        end = time.monotonic() + 10
+        while not broken and time.monotonic() < end:
+            time.sleep(0.01)
+        (unsent,) = broken
+        assert unsent == list(range(unsent[0], 10))
+        assert 0 < unsent[0] < 10  # what was sent in part is not among them
+        outbox.send(11, to_parts(11, frame(11)))
+        assert broken[1:] == [[11]]
+
+
+def greet(callee, caller):
+    """Let both sides talk; return what the callee heard last."""
+    challenge = callee.receive(caller.hello)
+    callee.receive(caller.receive(challenge))
+
+
+class TestGreeting:
+    def test_members_let_one_another_in(self):
+        callee = Greeting(SECRET, "bob")
+        greet(callee, Answer(SECRET, "alice", "bob"))
+        assert callee.done
+
+    def test_it_may_come_byte_by_byte(self):
+        callee, caller = Greeting(SECRET, "bob"), Answer(SECRET, "alice", "bob")
+        challenge = b"".join(callee.receive(bytes([b])) for b in caller.hello)
+        for byte in caller.receive(challenge):
+            assert not callee.done
+            callee.receive(bytes([byte]))
+        assert callee.done
+
+    def test_a_caller_without_the_secret_is_refused(self):
+        callee, stranger = Greeting(SECRET, "bob"), Answer(b"guess", "alice", "bob")
+        challenge = callee.receive(stranger.hello)
+        with pytest.raises(AuthenticationError, match="secret"):
+            stranger.receive(challenge)
+        with pytest.raises(AuthenticationError, match="secret"):
+            callee.receive(os.urandom(callee.missing))
+        assert not callee.done
+
+    def test_a_callee_without_the_secret_is_refused(self):
+        caller = Answer(SECRET, "alice", "bob")
+        with pytest.raises(AuthenticationError):
+            caller.receive(Greeting(b"guess", "bob").receive(caller.hello))
+
+    def test_a_proof_is_good_for_one_connection_only(self):
+        caller = Answer(SECRET, "alice", "bob")
+        proof = caller.receive(Greeting(SECRET, "bob").receive(caller.hello))
+        again = Greeting(SECRET, "bob")
+        again.receive(caller.hello)
+        with pytest.raises(AuthenticationError):
+            again.receive(proof)
+
+    def test_a_proof_of_the_callee_is_none_of_a_caller(self):
+        callee, caller = Greeting(SECRET, "bob"), Answer(SECRET, "alice", "bob")
+        challenge = callee.receive(caller.hello)
+        with pytest.raises(AuthenticationError):
+            callee.receive(challenge[32:])
+
+    def test_who_wants_another_worker_is_refused(self):
+        with pytest.raises(AuthenticationError, match="another"):
+            Greeting(SECRET, "bob").receive(Answer(SECRET, "alice", "carol").hello)
+
+    def test_garbage_is_refused_at_its_first_bytes(self):
+        with pytest.raises(AuthenticationError):
+            Greeting(SECRET, "bob").receive(b"GET / HTTP/1.1\r\n")
