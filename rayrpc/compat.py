@@ -1,7 +1,7 @@
 """Put rayrpc in the place of ``torch.distributed.rpc``.
 
 ``install()`` changes attributes of torch's modules in place, so that programs which import them
-afterwards, in any form, get rayrpc; ``uninstall()`` puts everything back.  One table says what
+after_reply, in any form, get rayrpc; ``uninstall()`` puts everything back.  One table says what
 is replaced by what.  Where torch has no RPC at all, the modules are made.
 
 Not emulated: the native operators behind TorchScript functions that themselves call RPC (their

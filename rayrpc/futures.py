@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.futures import Future, collect_all
 
-from rayrpc._concurrency.reader import step_aside
+from rayrpc._concurrency.reader import release_reader
 
 __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
@@ -79,7 +79,7 @@ class as_completed:
     def __iter__(self) -> Iterator[Any]:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tell(done.put)
-        step_aside()
+        release_reader()
         left = self._left()
         for count in range(len(self._futures)):
             try:

@@ -1,4 +1,4 @@
-"""Backward passes over real workers: contexts, gradients, errors, and what is left afterwards."""
+"""Backward passes over real workers: contexts, gradients, errors, and what is left after_reply."""
 
 import gc
 import os

@@ -76,8 +76,10 @@ def test_calls_on_a_counted_rref_need_no_message_of_the_protocol(workers):
     agent = rpc._get_current_rpc_agent()
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        to_say = agent.rrefs.to_say
-        patch.setattr(agent.rrefs, "to_say", lambda to: said.append(to_say(to)) or said[-1])
+        take_pending = agent.rrefs.take_pending
+        patch.setattr(
+            agent.rrefs, "take_pending", lambda to: said.append(take_pending(to)) or said[-1]
+        )
         for _ in range(3):
             assert rref.rpc_sync().add(1) == 2
             assert rref.rpc_async().add(2).wait() == 3

@@ -11,7 +11,7 @@ import torch
 from rayrpc._autograd.accumulate import Leaves
 from rayrpc._autograd.functions import Recorder, SendFunction, is_receive
 from rayrpc._autograd.graph import Entry
-from rayrpc._concurrency.reader import afterwards
+from rayrpc._concurrency.reader import after_reply
 from rayrpc.errors import RpcError
 
 __all__ = ["DistAutogradContext", "Sent"]
@@ -68,7 +68,7 @@ class DistAutogradContext:
     def all_leads(self, me: int, message_id: int) -> dict[Sent, list[Sent]]:
         """Return what a message of this worker leads to, and these in turn, as far as is known."""
         if not self.receives:  # there is nothing yet that it could lead to
-            afterwards(lambda: self._prepare(message_id))
+            after_reply(lambda: self._prepare(message_id))
             return {(me, message_id): []}
         found: dict[Sent, list[Sent]] = {}
         todo = [(me, message_id)]
@@ -92,7 +92,7 @@ class DistAutogradContext:
             leaves.settle(self._gradients, self.lock)
         elif leaves.gradients:
             self._taken.append(leaves)
-            afterwards(self._add_up)
+            after_reply(self._add_up)
 
     def _add_up(self) -> None:
         with self._adding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rayrpc._autograd.context import DistAutogradContext, Sent
 from rayrpc._autograd.graph import Entry
 from rayrpc._autograd.hook import call_outside, find_context
-from rayrpc._concurrency.reader import step_aside
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 
 __all__ = ["explore_all"]
@@ -37,7 +37,7 @@ def explore_all(context: DistAutogradContext, root: Entry) -> dict[int, set[int]
                 args = (context.id, unknown)
                 asked.append(call_outside(worker, _explore, args, agent.rpc_timeout))
         found = told + (_explore(context.id, here) if here else [])
-        step_aside()
+        release_reader()
         for answer in asked:
             found += answer.wait()
     return parts

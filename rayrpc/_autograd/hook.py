@@ -221,11 +221,11 @@ class GradContexts(Hook):
             if context is not None:
                 self._release(context, {by})
 
-    def gone(self, worker: int, error: WorkerDiedError) -> None:
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """End passes that need a worker, and let go of contexts that nobody else will end."""
         for context in list(self._contexts.values()):
             for run in list(context.passes.values()):
-                run.gone(worker, error)
+                run.on_peer_lost(worker, error)
             opener = context.id >> ID_BITS
             context.callers.discard(worker)
             if opener == worker or (opener != self._me and not context.callers):

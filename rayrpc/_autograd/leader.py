@@ -21,7 +21,7 @@ from rayrpc._autograd.participant import (
     begin_part,
     give_up,
 )
-from rayrpc._concurrency.reader import step_aside
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 from rayrpc.errors import RpcError, WorkerDiedError
 
@@ -75,7 +75,7 @@ class LedPass(Pass):
                 self._answered(worker, functools.partial(wait, self._is_ended))
         except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
-        step_aside()
+        release_reader()
         self.future.wait()
 
     def _is_ended(self) -> bool:
@@ -104,7 +104,7 @@ class LedPass(Pass):
             self._asked = []
             return asked
 
-    def gone(self, worker: int, error: WorkerDiedError) -> None:
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """End the pass, if a worker that takes part died."""
         if worker in self._parts:
             self.fail(error)

@@ -103,7 +103,7 @@ class Pass:
             self.fail(why)
         return self.feed({**early, **gradients}, source)
 
-    def gone(self, worker: int, error: WorkerDiedError) -> None:
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """Note that a worker died; the leader will end this."""
 
     def feed(self, gradients: Gradients, source: int | None = None) -> Gradients:

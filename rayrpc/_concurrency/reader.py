@@ -1,8 +1,15 @@
-"""Turns at reading a connection: who reads may also run what was read, but is never missed.
+"""Hand-over of a connection's reader.
 
-Nothing is faster than the thread that read a message running what it asks for.  But it must not
-keep the next messages waiting: before it blocks (``step_aside``), or when a watch sees that it is
-busy for long, its turn ends, and another thread reads on.
+The thread that reads a connection also runs the handler of each message, which saves two context
+switches a message.  If the handler blocks, another thread takes over reading: the first thread
+calls ``release_reader`` before it blocks, and a watchdog releases a thread that stays in one
+handler for more than a tick.
+
+    READING ── message_received ──> HANDLING ── message_done ──> READING
+                                       │
+                                       └── release ──> RELEASED    another thread reads
+
+``message_done`` returns False in the state RELEASED: the thread leaves the connection.
 """
 
 from __future__ import annotations
@@ -10,223 +17,207 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from types import MethodType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
 
 __all__ = [
-    "Habits",
-    "SHORT_SECONDS",
-    "Turn",
-    "Watch",
-    "afterwards",
-    "called_by_name",
-    "has_turn",
-    "step_aside",
-    "when_blocking",
+    "HANDLING",
+    "READING",
+    "RELEASED",
+    "ReaderRole",
+    "ReaderWatchdog",
+    "after_reply",
+    "is_reader",
+    "on_block",
+    "release_reader",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-# A thread that is busy with one message for one to two ticks is relieved.
+# The watchdog releases a thread that has been in one handler for one to two ticks.
 TICK_SECONDS = 0.002
-# After so many ticks without a message the watch sleeps until there is one.
+# After so many ticks without a message the watchdog sleeps until the next message.
 QUIET_TICKS = 25
-CHORE_SECONDS = 5.0
+MAINTENANCE_SECONDS = 5.0
 
-# What takes no longer than this may run where the next message would wait for it, once it has
-# done so often: a quick run counts 1, a slow one takes away many, and a hiccup can be made up for.
-QUICK_SECONDS = 0.0005
-# What takes no longer than this may do so where no message comes meanwhile, as far as is known.
-SHORT_SECONDS = 0.002
-TRUSTED = 3
-MOST, LEAST = 64, -8
-SLOW_COUNTS = 32
-# Functions that are made anew for every call are forgotten all at once.
-MOST_HABITS = 4096
-
-
-_called_by_name: set[int] = set()
-
-
-def called_by_name(func: F) -> F:
-    """Know what a function does by its second argument, the name of what it calls."""
-    _called_by_name.add(id(func))
-    return func
+READING, HANDLING, RELEASED = range(3)
 
 
 class _Here(threading.local):
-    turn: Turn | _NoTurn | None = None
+    role: ReaderRole | _BlockNotice | None = None
 
 
 _here = _Here()
 
 
-def step_aside(briefly: bool = False) -> None:
-    """Let another thread read on, if this one reads a connection; call it before blocking.
+def release_reader(briefly: bool = False) -> None:
+    """Let another thread read, if this one is a connection's reader; call it before blocking.
 
     Args:
-        briefly: what follows is short: stay if no message is likely to come meanwhile.
+        briefly: the thread will be back soon: keep the role if messages come one at a time.
     """
-    turn = _here.turn
-    if turn is None:
+    role = _here.role
+    if role is None:
         return
-    if briefly and turn.alone:
-        turn.stayed = True
+    if briefly and role.one_at_a_time:
+        role.kept = True
     else:
-        turn.end()
+        role.release()
 
 
-def afterwards(task: Callable[[], None]) -> None:
-    """Run a task, which must not raise, after the answer to the message that is dealt with here.
+def after_reply(task: Callable[[], None]) -> None:
+    """Run a task after the reply to the message that this thread handles was sent.
 
-    Or at once: if this thread deals with none, or is taking long.
+    The task runs at once if the thread handles no message, or has been released.
+
+    Args:
+        task: must not raise.
     """
-    turn = _here.turn
-    if isinstance(turn, Turn) and not turn.over:
-        turn.tasks.append(task)
+    role = _here.role
+    if isinstance(role, ReaderRole) and role.state == HANDLING:
+        role.tasks.append(task)
     else:
         task()
 
 
 @contextlib.contextmanager
-def when_blocking(notice: Callable[[], None]) -> Iterator[None]:
-    """Have ``notice`` called once, before this thread, which reads nothing, blocks in a call."""
-    outer = _here.turn
-    _here.turn = _NoTurn(notice)
+def on_block(callback: Callable[[], None]) -> Iterator[None]:
+    """Call ``callback`` once, before this thread, which is no reader, blocks in a call."""
+    outer = _here.role
+    _here.role = _BlockNotice(callback)
     try:
         yield
     finally:
-        _here.turn = outer
+        _here.role = outer
 
 
-class _NoTurn:
-    """What a thread that reads no connection has in place of a turn."""
+class _BlockNotice:
+    """Stands in for a role in a thread that reads no connection."""
 
-    alone = False
-    stayed = False
-    over = True
+    one_at_a_time = False
+    kept = False
+    state = RELEASED
 
-    def __init__(self, notice: Callable[[], None]) -> None:
-        self._notice: Callable[[], None] | None = notice
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
 
-    def end(self) -> None:
-        """Give notice, once."""
-        notice, self._notice = self._notice, None
-        if notice is not None:
-            notice()
-
-
-def has_turn() -> bool:
-    """Tell whether this thread may be kept for long, because another would read on."""
-    turn = _here.turn
-    return turn is not None and not turn.over
+    def release(self) -> None:
+        """Call the callback, once."""
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
 
 
-class Turn:
-    """One thread's turn at reading a connection.
+def is_reader() -> bool:
+    """Tell whether this thread is a connection's reader: if it blocks, another takes over."""
+    role = _here.role
+    return role is not None and role.state != RELEASED
 
-    Use it as a context in that thread.  In it, call ``begin`` when a message was read, and
-    ``ready`` when it was dealt with.
+
+class ReaderRole:
+    """The role of a connection's reader, held by one thread; see the states above.
+
+    Use it as a context in that thread.
 
     Args:
-        relieve (Callable): has another thread read on; called once, from any thread, if the turn
-            ends early.
-        watch (Watch): ends it when that is due.
+        hand_over (Callable): has another thread read; called once, from any thread, when the role
+            is released.
+        watchdog (ReaderWatchdog): releases it when its thread stays in one handler.
     """
 
     __slots__ = (
+        "_hand_over",
         "_lock",
-        "_relieve",
-        "_watch",
-        "alone",
-        "busy",
-        "over",
+        "_watchdog",
+        "kept",
+        "one_at_a_time",
         "serial",
-        "stayed",
+        "state",
         "tasks",
     )
 
-    def __init__(self, relieve: Callable[[], None], watch: Watch) -> None:
-        self._relieve = relieve
-        self._watch = watch
+    def __init__(self, hand_over: Callable[[], None], watchdog: ReaderWatchdog) -> None:
+        self._hand_over = hand_over
+        self._watchdog = watchdog
         self._lock = threading.Lock()
-        #: number of the message that was read last
+        self.state = READING
+        #: counts the messages; the watchdog sees by it whether the thread makes progress
         self.serial = 0
-        #: the thread is busy with it
-        self.busy = False
-        self.over = False
-        #: messages come one at a time, as far as is known; to be set by who knows
-        self.alone = False
-        #: for that reason the thread did not step aside
-        self.stayed = False
-        #: to be run when the message was dealt with
+        #: no message is expected before the reply to this one; set by the connection
+        self.one_at_a_time = False
+        #: a brief ``release_reader`` kept the role because of ``one_at_a_time``
+        self.kept = False
+        #: run by ``message_done``
         self.tasks: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Turn:
-        _here.turn = self
-        self._watch.add(self)
+    def __enter__(self) -> ReaderRole:
+        _here.role = self
+        self._watchdog.add(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _here.turn = None
-        self._watch.discard(self)
+        _here.role = None
+        self._watchdog.discard(self)
 
-    def begin(self) -> None:
-        """Note that a message was read."""
+    def message_received(self) -> None:
+        """Begin to handle a message."""
         self.serial += 1
-        self.busy = True
-        self.stayed = False
-        if self._watch.sleeps:
-            self._watch.wake()
+        self.state = HANDLING
+        self.kept = False
+        if self._watchdog.is_asleep:
+            self._watchdog.wake()
 
-    def ready(self) -> bool:
-        """Note that it was dealt with; return True if this thread is to read the next."""
+    def message_done(self) -> bool:
+        """End the handling of a message; return True if this thread is still the reader."""
         while self.tasks:
             self.tasks.pop()()
         with self._lock:
-            self.busy = False
-            return not self.over
+            if self.state == RELEASED:
+                return False
+            self.state = READING
+            return True
 
-    def end(self, serial: int | None = None) -> None:
-        """End the turn early; with ``serial``, only if the thread is still busy with that."""
+    def release(self, serial: int | None = None) -> None:
+        """Hand over, if the thread handles a message.
+
+        Args:
+            serial: only if it still handles the message with this number.
+        """
         with self._lock:
-            if self.over or not self.busy or serial not in (None, self.serial):
+            if self.state != HANDLING or serial not in (None, self.serial):
                 return
-            self.over = True
-        self._relieve()
+            self.state = RELEASED
+        self._hand_over()
 
 
-class Watch:
-    """End turns of threads that are busy with one message for long.
+class ReaderWatchdog:
+    """Release readers that stay in one handler.
 
     Args:
-        chore (Callable): called every ``CHORE_SECONDS``, once there was a message; must be short.
+        maintenance (Callable): called every ``MAINTENANCE_SECONDS`` once there was a message; must
+            be short.
     """
 
-    def __init__(self, chore: Callable[[], None] = lambda: None) -> None:
-        self._chore = chore
-        self._turns: dict[Turn, int] = {}  # the serial that was seen last
+    def __init__(self, maintenance: Callable[[], None] = lambda: None) -> None:
+        self._maintenance = maintenance
+        self._last_serial: dict[ReaderRole, int] = {}
         self._awake = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self.sleeps = True
+        self.is_asleep = True
 
-    def add(self, turn: Turn) -> None:
-        """Watch a turn."""
+    def add(self, role: ReaderRole) -> None:
+        """Watch a role."""
         with self._lock:
-            self._turns[turn] = -1
+            self._last_serial[role] = -1
 
-    def discard(self, turn: Turn) -> None:
-        """Watch a turn no longer."""
+    def discard(self, role: ReaderRole) -> None:
+        """Stop watching a role."""
         with self._lock:
-            self._turns.pop(turn, None)
+            self._last_serial.pop(role, None)
 
     def wake(self) -> None:
-        """Look again, every tick."""
+        """Check the roles every tick."""
         with self._lock:
-            self.sleeps = False
+            self.is_asleep = False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rayrpc-watch", daemon=True)
                 self._thread.start()
@@ -239,79 +230,43 @@ class Watch:
 
     def _run(self) -> None:
         quiet = 0
-        due = time.monotonic() + CHORE_SECONDS
+        due = time.monotonic() + MAINTENANCE_SECONDS
         while not self._closed:
             if time.monotonic() > due:
-                due = time.monotonic() + CHORE_SECONDS
-                self._chore()
+                due = time.monotonic() + MAINTENANCE_SECONDS
+                self._maintenance()
             time.sleep(TICK_SECONDS)
-            if self._look():
+            if self._check():
                 quiet = 0
                 continue
             quiet += 1
             if quiet < QUIET_TICKS:
                 continue
             self._awake.clear()
-            self.sleeps = True
-            if not self._look():  # a turn that began meanwhile may have seen us awake
-                self._awake.wait(CHORE_SECONDS)
-            self.sleeps = False
+            self.is_asleep = True
+            if not self._check():  # a reader may have seen us awake, and not have woken us
+                self._awake.wait(MAINTENANCE_SECONDS)
+            self.is_asleep = False
             quiet = 0
 
-    def _look(self) -> bool:
-        """End the turns that are due; tell whether anything was going on."""
+    def _check(self) -> bool:
+        """Release the roles that made no progress since the last tick.
+
+        Returns:
+            True if any thread handled a message.
+        """
         active = False
         with self._lock:
-            turns = list(self._turns.items())
-        for turn, seen in turns:
-            serial = turn.serial
+            roles = list(self._last_serial.items())
+        for role, seen in roles:
+            serial = role.serial
             if serial == seen:
-                if turn.busy:
-                    turn.end(serial)
+                if role.state == HANDLING:
+                    role.release(serial)
                     active = True
                 continue
             active = True
             with self._lock:
-                if turn in self._turns:
-                    self._turns[turn] = serial
+                if role in self._last_serial:
+                    self._last_serial[role] = serial
         return active
-
-
-class Habits:
-    """Remember which functions never took long.
-
-    A function is known by its ``id``, so that none is kept alive; if one takes the place of
-    another, it only runs in another thread than it might.
-
-    Args:
-        seconds (float): what is not long.
-    """
-
-    def __init__(self, seconds: float = QUICK_SECONDS) -> None:
-        self._seconds = seconds
-        self._scores: dict[Hashable, int] = {}
-
-    @staticmethod
-    def key(func: Any, args: Any) -> Hashable:
-        """Return what a function is known by."""
-        key = id(func.__func__ if type(func) is MethodType else func)
-        return (key, args[1]) if key in _called_by_name else key
-
-    def is_quick(self, key: Hashable) -> bool:
-        """Tell whether a function is not expected to take long."""
-        return self._scores.get(key, 0) >= TRUSTED
-
-    def note(self, key: Hashable, seconds: float, alone: bool) -> None:
-        """Note how long a function ran, and whether no other did meanwhile."""
-        score = self._scores.get(key, 0)
-        if seconds <= self._seconds:
-            if score == MOST:
-                return
-            score += 1
-        elif alone:
-            score = max(score - SLOW_COUNTS, LEAST)
-        else:  # it may only have waited for the others
-            return
-        if len(self._scores) >= MOST_HABITS:
-            self._scores.clear()
-        self._scores[key] = score

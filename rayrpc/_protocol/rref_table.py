@@ -256,7 +256,7 @@ class RRefTable:
         for fork_id in list(self.used):
             self.drop(fork_id)
 
-    def gone(self, worker: int) -> list[Effect]:
+    def on_peer_lost(self, worker: int) -> list[Effect]:
         """Forget what a worker held, owned and was sent: it left or died."""
         effects: list[Effect] = []
         self._links.pop(worker, None)
@@ -277,7 +277,7 @@ class RRefTable:
             effects.append(Confirmed(fork_id))  # whoever waits for it must wake up
         return effects
 
-    def joined(self, worker: int) -> None:
+    def on_peer_joined(self, worker: int) -> None:
         """Note that a worker (again) has this id."""
         self._gone.discard(worker)
 

@@ -201,7 +201,7 @@ class Transport(abc.ABC):
         """Send a frame to a peer, and expect its reply."""
 
     @abc.abstractmethod
-    def lost(self, peer: Member, error: BaseException) -> None:
+    def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         """End the calls to a peer that is known to be gone."""
 
     @abc.abstractmethod

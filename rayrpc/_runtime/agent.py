@@ -77,7 +77,7 @@ class Agent:
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self._slots = Slots(options.num_worker_threads, self._threads)
         ids = IdSource(me.id, me.epoch)
-        self.rrefs = RRefContext(me.id, ids, rref_maker(self), self._speak)
+        self.rrefs = RRefContext(me.id, ids, rref_maker(self), self._send_control)
         codec = Codec(self.rrefs)
         self._devices = DeviceRoutes(me.name, options.device_maps)
         for member in snapshot.members:
@@ -227,12 +227,12 @@ class Agent:
     def _add(self, member: Member) -> None:
         holder = self._members.get(member.id)
         if holder is not None and holder.token != member.token:
-            self.rrefs.gone(member.id)  # it left; the news of that is late
+            self.rrefs.on_peer_lost(member.id)  # it left; the news of that is late
         self._members[member.id] = member
         self._names[member.name] = member
         self._former.pop(member.name, None)
         self._devices.add(member)
-        self.rrefs.joined(member.id)
+        self.rrefs.on_peer_joined(member.id)
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
@@ -253,12 +253,12 @@ class Agent:
                     del self._names[member.name]
             if change.kind == "died":
                 logger.info("%s", error)
-            self._transport.lost(member, error)
-            self.caller.gone(member, error)
+            self._transport.on_peer_lost(member, error)
+            self.caller.on_peer_lost(member, error)
             if self._members.get(member.id) is None:  # nobody else has its id by now
-                self.rrefs.gone(member.id)
+                self.rrefs.on_peer_lost(member.id)
                 for hook in self.hooks:
-                    hook.gone(member.id, error)
+                    hook.on_peer_lost(member.id, error)
         with self._changed:
             self._changed.notify_all()
 
@@ -277,7 +277,7 @@ class Agent:
             return pending
         return self._transport.call(peer, frame)
 
-    def _speak(self, worker_id: int) -> None:
+    def _send_control(self, worker_id: int) -> None:
         member = self._members.get(worker_id)
         if member is not None and not self._closed:
             self.caller.control(member)

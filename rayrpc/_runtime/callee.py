@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
-from rayrpc._concurrency.reader import SHORT_SECONDS, Habits, step_aside
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
@@ -72,8 +73,8 @@ class Callee:
         self._rpc_timeout = rpc_timeout
         self._hooks = hooks
         self._coroutines = Coroutines("rayrpc-loop")
-        self._quick = Habits()
-        self._short = Habits(SHORT_SECONDS)
+        self._quick = LatencyProfile()
+        self._short = LatencyProfile(SHORT_SECONDS)
         self._lock = threading.Lock()
         self.active = 0
         self.served = 0
@@ -90,7 +91,7 @@ class Callee:
             )
             return self._error(frame, error)
         if frame.control or frame.ack:
-            self._rrefs.hear(frame.src, frame.ack, frame.control)
+            self._rrefs.on_control(frame.src, frame.ack, frame.control)
             if frame.control:
                 self._rrefs.flush(but=frame.src)
         if frame.kind is Kind.CONTROL:
@@ -130,10 +131,10 @@ class Callee:
             frame.data, frame.buffers = b"", []
             if frame.forks:
                 self._confirm(frame)
-            habit = Habits.key(func, args)
-            is_quick = self._quick.is_quick(habit)
+            key = LatencyProfile.key(func, args)
+            is_quick = self._quick.is_quick(key)
             if not is_quick:
-                step_aside(briefly=self._short.is_quick(habit))
+                release_reader(briefly=self._short.is_quick(key))
             start = perf_counter()
             if frame.meta:
                 call = IncomingCall(frame.src, func, args, kwargs, frame.meta)
@@ -145,9 +146,9 @@ class Callee:
                 value = _invoke(func, args, kwargs, frame.is_async)
                 del args, kwargs
             seconds = perf_counter() - start
-            self._quick.note(habit, seconds, self.active == 1)
+            self._quick.record(key, seconds, self.active == 1)
             if not is_quick:
-                self._short.note(habit, seconds, self.active == 1)
+                self._short.record(key, seconds, self.active == 1)
         except BaseException as exc:
             if call is None:
                 self._miss(frame)
@@ -309,7 +310,7 @@ class Callee:
     def _frame(
         self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
     ) -> Frame:
-        ack, control = self._rrefs.to_say(call.src)
+        ack, control = self._rrefs.take_pending(call.src)
         data, buffers, forks, _ = payload
         session, me, number = self._session, self._me.id, call.call_id
         return Frame(

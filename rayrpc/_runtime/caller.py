@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from rayrpc._concurrency.deadlines import Deadlines
 from rayrpc._concurrency.outcome import Error, Outcome, Value, complete
-from rayrpc._concurrency.reader import has_turn, step_aside
+from rayrpc._concurrency.reader import is_reader, release_reader
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
@@ -62,7 +62,7 @@ class _Open:
     def reply(self, outcome: Outcome[Frame]) -> None:
         """Take the outcome from a thread of the transport."""
         # the answer to ``remote`` says little, and no code of users waits for it
-        if has_turn() or (self.arrived is not None and not _concerns_users(outcome)):
+        if is_reader() or (self.arrived is not None and not _concerns_users(outcome)):
             self.caller._finish(self, outcome)
         else:
             self.caller._threads.submit(lambda: self.caller._finish(self, outcome))
@@ -215,11 +215,11 @@ class Caller:
             if isinstance(outcome, Value):
                 self._hear_soon(to, outcome.value)
             elif not isinstance(outcome.error, WorkerDiedError):
-                self._rrefs.unheard(to.id)
+                self._rrefs.on_send_failed(to.id)
 
         self._way(to, frame).on_done(heard, urgent=False)
 
-    def gone(self, peer: Member, error: BaseException) -> None:
+    def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         """End the calls to a worker that left or died."""
         for call_id, call in list(self._open.items()):
             if call.peer.token == peer.token:
@@ -272,7 +272,7 @@ class Caller:
         meta: dict[str, Any] | None,
         is_async: bool,
     ) -> Frame:
-        ack, control = self._rrefs.to_say(to.id)
+        ack, control = self._rrefs.take_pending(to.id)
         data, buffers, forks, _ = payload
         number = self._call_ids()
         session, me = self._session, self._me.id
@@ -290,7 +290,7 @@ class Caller:
         call: OutgoingCall | None = None,
     ) -> Callable[..., Any]:
         """Send a call; return what waits for its value; see ``start``."""
-        step_aside()
+        release_reader()
         self._waits[frame.call_id] = None
         with self._lock:
             self.sent += 1
@@ -403,7 +403,7 @@ class Caller:
 
     def soon(self, task: Callable[[], None]) -> None:
         """Run a task that may call users' code, here if this thread may be kept."""
-        if has_turn():
+        if is_reader():
             task()
         else:
             self._threads.submit(task)
@@ -412,15 +412,15 @@ class Caller:
         if reply.control:
             self.soon(lambda: self._hear(to, reply))
         else:
-            self._rrefs.hear(to.id, reply.ack, ())
+            self._rrefs.on_control(to.id, reply.ack, ())
 
     def _hear(self, to: Member, reply: Frame) -> None:
-        self._rrefs.hear(to.id, reply.ack, reply.control)
+        self._rrefs.on_control(to.id, reply.ack, reply.control)
         self._rrefs.flush()
 
     def _open_reply(self, to: Member, reply: Frame, call: OutgoingCall | None = None) -> Any:
         if reply.control or reply.ack:
-            self._rrefs.hear(to.id, reply.ack, reply.control)
+            self._rrefs.on_control(to.id, reply.ack, reply.control)
         if reply.kind is Kind.VALUE:
             value = self._codec.decode(reply.data, reply.buffers, reply.forks)
             if reply.forks:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
-from rayrpc._concurrency.reader import when_blocking
+from rayrpc._concurrency.reader import on_block
 
 __all__ = ["Coroutines", "stepwise"]
 
@@ -153,7 +153,7 @@ class _Loop:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        with when_blocking(self.retire):
+        with on_block(self.retire):
             self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:

@@ -79,7 +79,7 @@ class Hook:
     def attach(self, agent: Agent) -> None:
         """Belong to an agent from now on."""
 
-    def gone(self, worker: int, error: WorkerDiedError) -> None:
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """Note that the worker with this id left or died."""
 
     def close(self) -> None:

@@ -71,7 +71,7 @@ class MemoryTransport(Transport):
         self._threads.submit(lambda: pending.serve(serve, arrived))
         return pending
 
-    def lost(self, peer: Member, error: BaseException) -> None:
+    def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         with self._lock:
             pending = list(self._pending.pop(peer.token, ()))
         for call in pending:

@@ -21,7 +21,7 @@ from rayrpc.errors import PlacementError
 from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
-__all__ = ["Crew", "OWNER", "count_cpus"]
+__all__ = ["OWNER", "WorkerPool", "count_cpus"]
 
 OWNER = "owner"  # the name by which workers know the process that started them
 NO_TIMEOUT = 0.0
@@ -35,31 +35,31 @@ def count_cpus() -> int:
 
 
 class _Membership:
-    """This process in the group of its crews, as long as there are any."""
+    """This process in the group of its worker_pools, as long as there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._crews = 0
+        self._worker_pools = 0
         self._agent: Any = None
         self._names = itertools.count()
 
     def enter(self, settings: config.Settings) -> Agent:
-        """Return the agent, for one crew more."""
+        """Return the agent, for one worker_pool more."""
         with self._lock:
             if self._agent is None:
                 options = startup.default_options(settings)
-                options.init_method = f"ray://crew-{uuid.uuid4().hex[:8]}"
+                options.init_method = f"ray://worker_pool-{uuid.uuid4().hex[:8]}"
                 self._agent = startup.make_agent(OWNER, -1, None, options, settings)
                 self._agent.start()
-            self._crews += 1
+            self._worker_pools += 1
             agent: Agent = self._agent
             return agent
 
     def leave(self) -> None:
-        """Take note that a crew has ended."""
+        """Take note that a worker_pool has ended."""
         with self._lock:
-            self._crews -= 1
-            if self._crews:
+            self._worker_pools -= 1
+            if self._worker_pools:
                 return
             agent, self._agent = self._agent, None
         agent.shutdown()
@@ -80,10 +80,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Crew:
+class WorkerPool:
     """Start workers, call them, end them; they end with this process at the latest.
 
-    All crews of a process are one group, which the process is a member of without any call to
+    All pools of a process share one group, which the process joins without any call to
     ``init_rpc``; for the workers it is the group that they are in.
 
     Args:

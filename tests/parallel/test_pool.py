@@ -17,7 +17,7 @@ from conftest import eventually
 import rayrpc as rpc
 from rayrpc import errors
 from rayrpc.config import WorkerResources
-from rayrpc.launch.worker_pool import Crew
+from rayrpc.launch.worker_pool import WorkerPool
 from rayrpc.parallel.pickle import dumps
 from rayrpc.parallel.pool import (
     BasePool,
@@ -461,7 +461,7 @@ def test_workers_are_laid_out_by_the_nodes_cpus(monkeypatch):
     cpus = {large: 6, small: 2, head: 0}
     nodes = [{"NodeID": n, "Alive": True, "Resources": {"CPU": c}} for n, c in cpus.items()]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    made = Crew()
+    made = WorkerPool()
     try:
         chosen = [made._strategy(f"w{i}", WorkerResources()).node_id for i in range(8)]
         assert chosen.count(large) == 6 and chosen.count(small) == 2

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rayrpc.parallel.pool import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
-from rayrpc.parallel.pool.board import LATE_SECONDS, Board
+from rayrpc.parallel.pool.scheduler import LATE_SECONDS, Scheduler
 
 # -- results --------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ def test_an_iterator_that_fails_first_gives_what_came():
         next(results)
 
 
-# -- the board ------------------------------------------------------------------------------------
+# -- the scheduler -----------------------------------------------------------------------------
 
 
 def task(index):
@@ -122,152 +122,152 @@ def done():
 
 
 @pytest.fixture
-def board(done):
-    board = Board(done.append)
-    board.add("a", None)
-    board.add("b", None)
-    return board
+def scheduler(done):
+    scheduler = Scheduler(done.append)
+    scheduler.add("a", None)
+    scheduler.add("b", None)
+    return scheduler
 
 
-def test_who_asks_gets_the_next_task(board, done):
-    asked = board.take("a", [])
+def test_who_asks_gets_the_next_task(scheduler, done):
+    asked = scheduler.take("a", [])
     assert not asked.done()
-    board.put(task(0))
+    scheduler.put(task(0))
     assert asked.value() == [task(0)]
-    board.put(task(1))
-    board.put(task(2))
-    assert board.take("b", []).value() == [task(1)]
-    assert board.take("a", results_of([task(0)])).value() == [task(2)]
+    scheduler.put(task(1))
+    scheduler.put(task(2))
+    assert scheduler.take("b", []).value() == [task(1)]
+    assert scheduler.take("a", results_of([task(0)])).value() == [task(2)]
     assert done == results_of([task(0)])
 
 
-def test_a_result_counts_once(board, done):
-    board.put(task(0))
-    board.take("a", [])
-    board.report("a", results_of([task(0)]))
-    board.take("a", results_of([task(0)]))
+def test_a_result_counts_once(scheduler, done):
+    scheduler.put(task(0))
+    scheduler.take("a", [])
+    scheduler.report("a", results_of([task(0)]))
+    scheduler.take("a", results_of([task(0)]))
     assert done == results_of([task(0)])
 
 
-def test_short_tasks_go_together_and_long_ones_alone(board):
+def test_short_tasks_go_together_and_long_ones_alone(scheduler):
     for index in range(2000):
-        board.put(task(index))
-    given = board.take("a", []).value()
+        scheduler.put(task(index))
+    given = scheduler.take("a", []).value()
     assert len(given) == 1
     for _ in range(12):  # it answers at once, so its tasks are short
-        given = board.take("a", results_of(given)).value()
+        given = scheduler.take("a", results_of(given)).value()
     assert len(given) > 20
     time.sleep(0.01 * len(given))
-    assert len(board.take("a", results_of(given)).value()) == 1
+    assert len(scheduler.take("a", results_of(given)).value()) == 1
 
 
-def test_a_worker_that_dies_fails_what_it_has(board, done):
-    board.put(task(0))
-    board.put(task(1))
-    board.take("a", [])
+def test_a_worker_that_dies_fails_what_it_has(scheduler, done):
+    scheduler.put(task(0))
+    scheduler.put(task(1))
+    scheduler.take("a", [])
     error = RuntimeError("it died")
-    assert board.remove("a", error)
+    assert scheduler.remove("a", error)
     assert done == [(0, 0, (False, error))]
-    assert board.take("a", []).value() is None
-    assert board.take("b", []).value() == [task(1)]
+    assert scheduler.take("a", []).value() is None
+    assert scheduler.take("b", []).value() == [task(1)]
 
 
-def test_a_worker_that_never_asked_is_told_apart(board):
-    assert not board.remove("a", RuntimeError())
-    board.take("b", [])
-    assert board.remove("b", RuntimeError())
+def test_a_worker_that_never_asked_is_told_apart(scheduler):
+    assert not scheduler.remove("a", RuntimeError())
+    scheduler.take("b", [])
+    assert scheduler.remove("b", RuntimeError())
 
 
 def test_nobody_gets_more_than_it_has_room_for(done):
-    board = Board(done.append)
-    board.add("a", 3)
+    scheduler = Scheduler(done.append)
+    scheduler.add("a", 3)
     for index in range(1000):
-        board.put(task(index))
-    given, total = board.take("a", []).value(), 0
+        scheduler.put(task(index))
+    given, total = scheduler.take("a", []).value(), 0
     for _ in range(2):
         total += len(given)
-        given = board.take("a", results_of(given)).value() if total < 3 else []
+        given = scheduler.take("a", results_of(given)).value() if total < 3 else []
     assert total + len(given) == 3
 
 
-def many_given(board, count=400):
+def many_given(scheduler, count=400):
     for index in range(count):
-        board.put(task(index))
-    given = board.take("a", []).value()
+        scheduler.put(task(index))
+    given = scheduler.take("a", []).value()
     while len(given) < 5:
-        given = board.take("a", results_of(given)).value()
+        given = scheduler.take("a", results_of(given)).value()
     return given
 
 
-def test_what_a_slow_worker_has_not_begun_goes_to_others(board, done):
-    given = many_given(board)
-    rest = board.take("b", []).value()
+def test_what_a_slow_worker_has_not_begun_goes_to_others(scheduler, done):
+    given = many_given(scheduler)
+    rest = scheduler.take("b", []).value()
     while rest is not None and rest[-1][1] < 399:
-        rest = board.take("b", results_of(rest)).value()
-    idle = board.take("b", results_of(rest))
-    assert not idle.done() and board.late() == []
+        rest = scheduler.take("b", results_of(rest)).value()
+    idle = scheduler.take("b", results_of(rest))
+    assert not idle.done() and scheduler.late() == []
     time.sleep(1.2 * LATE_SECONDS)
-    assert [each[::2] for each in board.late()] == [("a", True)]
-    board.give_back("a", board._workers["a"].turn, [each[:2] for each in given[2:]])
+    assert [each[::2] for each in scheduler.late()] == [("a", True)]
+    scheduler.give_back("a", scheduler._workers["a"].turn, [each[:2] for each in given[2:]])
     assert idle.value() == [given[2]]
     before = len(done)
-    board.take("a", results_of(given[:2]))
+    scheduler.take("a", results_of(given[:2]))
     assert done[before:] == results_of(given[:2])
 
 
-def test_what_is_given_back_late_is_not_lost(board, done):
-    board._seconds = 1e-6
+def test_what_is_given_back_late_is_not_lost(scheduler, done):
+    scheduler._seconds = 1e-6
     for index in range(12):
-        board.put(task(index))
-    given = board.take("a", []).value()
+        scheduler.put(task(index))
+    given = scheduler.take("a", []).value()
     assert len(given) == 3
-    others = board.take("b", [])
+    others = scheduler.take("b", [])
     while others.done():
-        others = board.take("b", results_of(others.value()))
+        others = scheduler.take("b", results_of(others.value()))
     time.sleep(1.2 * LATE_SECONDS)
-    ((name, turn, is_wanted),) = board.late()
+    ((name, turn, is_wanted),) = scheduler.late()
     assert (name, is_wanted) == ("a", True)
-    asked = board.take("a", results_of(given[:1]))  # before what it gives back is here
+    asked = scheduler.take("a", results_of(given[:1]))  # before what it gives back is here
     assert others.value() + asked.value() == given[1:]
-    board.give_back("a", turn, [each[:2] for each in given[1:]])  # of an earlier turn
-    board.report("b", results_of(given[1:2]))
+    scheduler.give_back("a", turn, [each[:2] for each in given[1:]])  # of an earlier turn
+    scheduler.report("b", results_of(given[1:2]))
     assert done[-1] == results_of(given[1:2])[0]
 
 
-def test_a_slow_worker_is_asked_once_while_all_have_something_to_do(board):
-    many_given(board)
-    board.take("b", [])
+def test_a_slow_worker_is_asked_once_while_all_have_something_to_do(scheduler):
+    many_given(scheduler)
+    scheduler.take("b", [])
     time.sleep(1.2 * LATE_SECONDS)
-    assert ("a", False) in [each[::2] for each in board.late()]
-    assert board.late() == []
+    assert ("a", False) in [each[::2] for each in scheduler.late()]
+    assert scheduler.late() == []
 
 
-def test_what_was_given_but_never_came_is_given_again(board, done):
-    given = many_given(board)
-    again = board.take("a", results_of(given[:1])).value()
+def test_what_was_given_but_never_came_is_given_again(scheduler, done):
+    given = many_given(scheduler)
+    again = scheduler.take("a", results_of(given[:1])).value()
     assert again[0] == given[1] and done[-1] == results_of(given[:1])[0]
 
 
-def test_who_asks_twice_is_answered_once(board):
-    lost = board.take("a", [])
-    asked = board.take("a", [])
+def test_who_asks_twice_is_answered_once(scheduler):
+    lost = scheduler.take("a", [])
+    asked = scheduler.take("a", [])
     assert lost.value() is None
-    board.put(task(0))
+    scheduler.put(task(0))
     assert asked.value() == [task(0)]
-    board.put(task(1))
-    assert board.take("b", []).value() == [task(1)]
+    scheduler.put(task(1))
+    assert scheduler.take("b", []).value() == [task(1)]
 
 
-def test_at_the_end_there_is_nothing_more(board):
-    board.put(task(0))
-    waiting = board.take("a", [])
-    second = board.take("b", [])
-    board.close()
+def test_at_the_end_there_is_nothing_more(scheduler):
+    scheduler.put(task(0))
+    waiting = scheduler.take("a", [])
+    second = scheduler.take("b", [])
+    scheduler.close()
     assert waiting.value() == [task(0)] and second.value() is None
-    assert board.take("a", results_of([task(0)])).value() is None
+    assert scheduler.take("a", results_of([task(0)])).value() is None
 
 
-def test_dropped_tasks_go_to_nobody(board):
-    board.put(task(0))
-    board.close(drop=True)
-    assert board.take("a", []).value() is None
+def test_dropped_tasks_go_to_nobody(scheduler):
+    scheduler.put(task(0))
+    scheduler.close(drop=True)
+    assert scheduler.take("a", []).value() is None

@@ -335,8 +335,8 @@ def test_an_ack_covers_only_what_came_without_a_gap(owner, c):
 def test_a_worker_that_is_gone_loses_its_forks(owner, a, c):
     rref_id, _ = remote(a, owner)
     cell = owner.lookup(rref_id)
-    assert owner.gone(C) == []
-    assert owner.gone(A) == [Released(rref_id, cell)]
+    assert owner.on_peer_lost(C) == []
+    assert owner.on_peer_lost(A) == [Released(rref_id, cell)]
     assert is_empty(owner)
 
 
@@ -344,7 +344,7 @@ def test_a_parent_forgets_the_child_of_a_worker_that_is_gone(owner, a):
     _, fork_id = remote(a, owner)
     a.share(fork_id, C)
     a.drop(fork_id)
-    a.gone(C)
+    a.on_peer_lost(C)
     assert say(a, owner)[0] == [UserDelete]
     settle(a, owner)
     assert is_empty(owner, a)
@@ -354,12 +354,12 @@ def test_who_waits_for_an_owner_that_is_gone_wakes_up(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.receive(fork)
-    assert c.gone(OWNER) == [Confirmed(fork.fork_id)]
-    assert a.gone(OWNER) == [Confirmed(fork_id)]
+    assert c.on_peer_lost(OWNER) == [Confirmed(fork.fork_id)]
+    assert a.on_peer_lost(OWNER) == [Confirmed(fork_id)]
     for user in (a, c):
         user.drop_all()
-    c.gone(A)
-    a.gone(C)
+    c.on_peer_lost(A)
+    a.on_peer_lost(C)
     assert is_empty(a, c)
 
 
@@ -367,10 +367,10 @@ def test_an_rref_goes_with_its_maker_if_its_remote_call_never_came(owner, a, c):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
     cell = owner.lookup(rref_id)
-    assert owner.gone(A) == [Released(rref_id, cell)]
+    assert owner.on_peer_lost(A) == [Released(rref_id, cell)]
     with pytest.raises(KeyError):
         owner.lookup(rref_id)
-    owner.joined(A)
+    owner.on_peer_joined(A)
     owner.lookup(rref_id)
 
 
@@ -384,11 +384,11 @@ def test_nothing_is_said_to_a_parent_that_went_before_its_child_was_counted(owne
     fork = a.share(fork_id, C)
     c.receive(fork)
     say(c, owner)
-    c.gone(A)
+    c.on_peer_lost(A)
     say(owner, c)
     assert c.waiting() == []
     c.drop(fork.fork_id)
-    owner.gone(A)
+    owner.on_peer_lost(A)
     settle(owner, c)
     assert is_empty(owner, c)
 
@@ -396,7 +396,7 @@ def test_nothing_is_said_to_a_parent_that_went_before_its_child_was_counted(owne
 def test_a_fork_of_an_owner_that_is_gone_is_not_held(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
-    c.gone(OWNER)
+    c.on_peer_lost(OWNER)
     assert c.receive(fork) == (None, [])
     assert c.is_confirmed(fork.fork_id)
     assert is_empty(c)
@@ -408,7 +408,7 @@ def test_the_parent_of_a_fork_learns_of_it_though_the_value_went_with_its_maker(
     c.receive(fork)
     sent = c.share(fork.fork_id, OWNER)
     for worker in (owner, c):
-        worker.gone(A)
+        worker.on_peer_lost(A)
     with pytest.raises(KeyError):
         owner.receive(sent)
     c.drop(fork.fork_id)
@@ -417,7 +417,7 @@ def test_the_parent_of_a_fork_learns_of_it_though_the_value_went_with_its_maker(
 
 
 def test_an_rref_asked_of_a_worker_that_is_gone_is_not_held(a):
-    a.gone(OWNER)
+    a.on_peer_lost(OWNER)
     fork_id = a._new_id()
     a.use(a._new_id(), fork_id, OWNER)
     assert a.created(fork_id) == []
@@ -430,7 +430,7 @@ def test_an_rref_asked_of_a_worker_that_is_gone_is_not_held(a):
 def test_a_share_for_a_worker_that_is_gone_holds_nothing(owner, a, share):
     rref_id, fork_id = remote(a, owner)
     for worker in (owner, a):
-        worker.gone(C)
+        worker.on_peer_lost(C)
     if share == "used":
         a.share(fork_id, C)
     else:
@@ -444,11 +444,11 @@ def test_what_a_worker_sent_before_it_died_holds_nothing(owner, a, c):
     rref_id, fork_id = remote(a, owner)
     c.receive(a.share(fork_id, C))
     request = c.take(OWNER)
-    owner.gone(C)
+    owner.on_peer_lost(C)
     owner.apply(C, *request)
     assert list(owner.owned[rref_id].forks) == [fork_id]
     assert owner.waiting() == []
-    owner.gone(A)
+    owner.on_peer_lost(A)
     owner.own(a._new_id(), a._new_id(), A)
     assert is_empty(owner)
 
@@ -458,9 +458,9 @@ def test_who_takes_the_id_of_a_worker_that_is_gone_is_heard_from_the_start(owner
     c.receive(fork)
     c.drop(fork.fork_id)
     late = c.take(OWNER)
-    owner.gone(C)
+    owner.on_peer_lost(C)
     owner.apply(C, *late)
-    owner.joined(C)
+    owner.on_peer_joined(C)
     c = table(C)
     again = owner.share_owned(owner._new_id(), Cell(), C)
     c.receive(again)
@@ -724,7 +724,7 @@ class Protocol(RuleBasedStateMachine):
 
     def learn(self, worker: int, dead: int) -> None:
         self.known[worker].discard(dead)
-        self.tables[worker].gone(dead)
+        self.tables[worker].on_peer_lost(dead)
 
     # -- what must hold ---------------------------------------------------------------------
 

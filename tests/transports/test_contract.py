@@ -182,7 +182,7 @@ def test_the_callee_may_call_back_while_it_serves(sides):
 def test_a_call_to_a_closed_peer_says_that_it_is_gone(sides):
     caller, callee = sides
     callee.transport.close()
-    # without Ray, a lane alone cannot tell whether its peer is gone or only deaf
+    # without Ray, a connection alone cannot tell whether its peer is gone or only deaf
     error = CallError if caller.kind == "direct" else WorkerDiedError
     with pytest.raises(error, match="side1"):
         caller.transport.call(callee.member, frame()).wait(PATIENCE)
@@ -198,7 +198,7 @@ def test_a_peer_known_to_be_gone_ends_the_calls_that_wait_for_it(sides):
 
     def report():
         del caller.members[1]
-        caller.transport.lost(callee.member, error)
+        caller.transport.on_peer_lost(callee.member, error)
         callee.transport.close()
 
     threading.Timer(0.2, report).start()

@@ -32,15 +32,15 @@ if __name__ == "__main__":
 """
 
 THREE = """
-def lanes():
-    '''Return my node's address, where I listen, and the families and ends of my lanes.'''
+def connections():
+    '''Return my node's address, where I listen, and the families and ends of my connections.'''
     transport = rpc._get_current_rpc_agent()._transport
     server = transport._server
     listening = [s.getsockname() for s in server._listeners if s.family == socket.AF_INET]
     made = {}
     for way in transport._peers.values():
-        connection = way.lane._stream._connection
-        made[way.lane.peer.name] = connection.family.name, connection.getpeername()
+        connection = way.connection._stream._connection
+        made[way.connection.peer.name] = connection.family.name, connection.getpeername()
     return transport.node, listening, made
 
 
@@ -55,7 +55,7 @@ def main(cluster):
     for name, host in where.items():
         rpc.start_workers([name], resources={"resources": {"n" + host[-1]: 1}})
 
-    # lane by lane: small values and tensors
+    # connection by connection: small values and tensors
     for name in where:
         for peer in where:
             if peer != name:
@@ -65,7 +65,7 @@ def main(cluster):
     args = ("right", torch.neg, small)
     assert torch.equal(rpc.rpc_sync("left", targets.call_on, args=args), -small)
     for name, host in where.items():
-        node, listening, made = rpc.rpc_sync(name, lanes)
+        node, listening, made = rpc.rpc_sync(name, connections)
         assert node == host, (node, host)
         ((address, port),) = listening
         assert address == host and port, listening
@@ -75,13 +75,13 @@ def main(cluster):
             elif peer in where:
                 assert family == "AF_INET" and end[0] == where[peer], (name, peer, family, end)
         assert {"left", "right", "near"} - {name} <= set(made), made
-    _, _, made = lanes()
+    _, _, made = connections()
     assert {name: (f, e[0]) for name, (f, e) in made.items()} == {
         name: ("AF_INET", host) for name, host in where.items()
     }
     print("small ones go by TCP", flush=True)
 
-    # large ones leave the lane, in both directions
+    # large ones leave the connection, in both directions
     def count_by_ray(transport):
         calls, replies = [], []
         call, deliver = transport._ray.call, transport._ray.deliver
@@ -205,9 +205,10 @@ NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
 
 
 def ends():
-    '''Return the addresses that my lanes go to, by peer.'''
+    '''Return the addresses that my connections go to, by peer.'''
     peers = rpc._get_current_rpc_agent()._transport._peers.values()
-    return {p.lane.peer.name: p.lane._stream._connection.getpeername()[0] for p in peers}
+    connections = [p.connection for p in peers]
+    return {c.peer.name: c._stream._connection.getpeername()[0] for c in connections}
 
 
 def call_all():

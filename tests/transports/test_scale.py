@@ -42,12 +42,14 @@ def names(request, ray_cluster):
 
 
 def look_at(name):
-    """Return whom a worker has lanes to, how many have one to it, and its number of threads."""
+    """Return a worker's peers by connection, its number of incoming ones, and of threads."""
 
     def look():
         transport = rpc._get_current_rpc_agent()._transport
-        lanes = [way.lane.peer.name for way in transport._peers.values() if way.lane._stream]
-        return sorted(lanes), len(transport._server._connections), threading.active_count()
+        connections = [
+            way.connection.peer.name for way in transport._peers.values() if way.connection._stream
+        ]
+        return sorted(connections), len(transport._server._connections), threading.active_count()
 
     return rpc.rpc_sync(name, look)
 
@@ -70,8 +72,8 @@ def test_who_calls_few_has_lanes_and_threads_for_these_alone(names, called):
     assert look_at(caller)[0] == []
     answers, who = let_call(caller, peers).wait()
     assert answers == [peer + caller for peer in peers] and who == peers
-    lanes, callers, threads = look_at(caller)
-    assert lanes == peers
+    connections, callers, threads = look_at(caller)
+    assert connections == peers
     assert callers == 1  # this process
     assert threads <= THREADS + THREADS_PER_PEER * called
     for peer in peers:
@@ -86,6 +88,6 @@ def test_each_calls_each(names):
         assert who == others[name]
         assert answers == [peer + name for peer in others[name]]
     for name in names:
-        lanes, callers, threads = look_at(name)
-        assert lanes == sorted(others[name]) and callers == len(names)
+        connections, callers, threads = look_at(name)
+        assert connections == sorted(others[name]) and callers == len(names)
         assert threads <= THREADS + THREADS_PER_PEER * len(names)

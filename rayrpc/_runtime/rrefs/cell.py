@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rayrpc._concurrency.outcome import Outcome
-from rayrpc._concurrency.reader import step_aside
+from rayrpc._concurrency.reader import release_reader
 
 __all__ = ["Cell"]
 
@@ -56,7 +56,7 @@ class Cell:
             TimeoutError: it did not come in ``timeout`` seconds.
         """
         if self._outcome is None and self._changed is not None:
-            step_aside()
+            release_reader()
             with self._changed:
                 if not self._changed.wait_for(lambda: self._outcome is not None, timeout):
                     raise TimeoutError

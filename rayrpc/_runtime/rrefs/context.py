@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rayrpc._concurrency.reader import step_aside
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import Control, Fork
 from rayrpc._protocol.rref_table import Confirmed, Effect, RRefTable
@@ -36,15 +36,15 @@ class RRefContext:
         me (int): id of this worker.
         ids (IdSource): makes identities.
         make_rref (Callable): makes handles.
-        speak (Callable): sends the messages that wait for a worker; must not block.
+        send_control (Callable): sends the messages that wait for a worker; must not block.
     """
 
     def __init__(
-        self, me: int, ids: IdSource, make_rref: MakeRRef, speak: Callable[[int], None]
+        self, me: int, ids: IdSource, make_rref: MakeRRef, send_control: Callable[[int], None]
     ) -> None:
         self._ids = ids
         self._make_rref = make_rref
-        self._speak = speak
+        self._send_control = send_control
         self._table = RRefTable(me, ids.new, Cell)
         self._lock = threading.Lock()
         self._waiting: dict[GloballyUniqueId, list[threading.Event]] = {}
@@ -166,21 +166,21 @@ class RRefContext:
                     continue
                 event = threading.Event()
                 self._waiting.setdefault(fork.fork_id, []).append(event)
-            step_aside()
+            release_reader()
             if not event.wait(None if end is None else max(0.0, end - time.monotonic())):
                 return False
         return True
 
     # -- talking ------------------------------------------------------------------------------
 
-    def to_say(self, worker: int) -> tuple[int, tuple[Control, ...]]:
+    def take_pending(self, worker: int) -> tuple[int, tuple[Control, ...]]:
         """Return the ack and messages that the next frame to ``worker`` carries."""
         if self._table.is_silent(worker):
             return 0, ()
         with self._lock:
             return self._table.take(worker)
 
-    def hear(self, worker: int, ack: int, messages: tuple[Control, ...]) -> None:
+    def on_control(self, worker: int, ack: int, messages: tuple[Control, ...]) -> None:
         """Apply what a frame of ``worker`` carried."""
         if not messages and not ack:
             return
@@ -193,26 +193,26 @@ class RRefContext:
         with self._lock:
             workers = [w for w in self._table.waiting() if w != but]
         for worker in workers:
-            self._speak(worker)
+            self._send_control(worker)
 
-    def unheard(self, worker: int) -> None:
+    def on_send_failed(self, worker: int) -> None:
         """Offer again what may not have reached ``worker``."""
         with self._lock:
             self._table.offer_again(worker)
 
     # -- members ------------------------------------------------------------------------------
 
-    def gone(self, worker: int) -> None:
+    def on_peer_lost(self, worker: int) -> None:
         """Forget a worker that left or died."""
         with self._lock:
-            effects = self._table.gone(worker)
+            effects = self._table.on_peer_lost(worker)
         self._settle(effects)
         self.flush()
 
-    def joined(self, worker: int) -> None:
+    def on_peer_joined(self, worker: int) -> None:
         """Note that a worker has this id."""
         with self._lock:
-            self._table.joined(worker)
+            self._table.on_peer_joined(worker)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import torch
 from torch.futures import Future
 
 from rayrpc._autograd.leader import run_backward
+from rayrpc._concurrency.latency_profile import profiled_by_name
 from rayrpc._concurrency.outcome import Error, Value, complete, fresh
-from rayrpc._concurrency.reader import called_by_name
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
 from rayrpc._runtime import current
@@ -368,12 +368,12 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
     return _typeof_on_owner(rref, blocking)
 
 
-@called_by_name
+@profiled_by_name
 def _local_invoke(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
     return getattr(rref.local_value(), func_name)(*args, **kwargs)
 
 
-@called_by_name
+@profiled_by_name
 @async_execution
 def _local_invoke_async_execution(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
     return getattr(rref.local_value(), func_name)(*args, **kwargs)

@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from rayrpc._transports.direct.auth import AuthenticationError, Greeting
+from rayrpc._transports.direct.auth import AuthenticationError, ServerHandshake
 
-__all__ = ["Door"]
+__all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +26,26 @@ MOMENT_SECONDS = 0.5
 STRANGERS = 128
 
 
-class Door:
+class Acceptor:
     """Accept connections until ``close``.
 
     Args:
         listeners (list[socket]): bound and listening; closed with the door.
-        greet (Callable): returns the Greeting for one that connects.
+        greet (Callable): returns the ServerHandshake for one that connects.
         welcome (Callable): takes the connection of a member.
     """
 
     def __init__(
         self,
         listeners: list[socket.socket],
-        greet: Callable[[], Greeting],
+        greet: Callable[[], ServerHandshake],
         welcome: Callable[[socket.socket], None],
     ) -> None:
         self._listeners = listeners
         self._greet = greet
         self._welcome = welcome
         # since when, by connection; the first is there longest
-        self._strangers: dict[socket.socket, tuple[Greeting, float]] = {}
+        self._strangers: dict[socket.socket, tuple[ServerHandshake, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._woken = socket.socketpair()
         self._closed = False

@@ -16,7 +16,13 @@ import struct
 
 from rayrpc.errors import RpcError
 
-__all__ = ["ANSWER_SIZE", "Answer", "AuthenticationError", "CHALLENGE_SIZE", "Greeting"]
+__all__ = [
+    "ANSWER_SIZE",
+    "AuthenticationError",
+    "CHALLENGE_SIZE",
+    "ClientHandshake",
+    "ServerHandshake",
+]
 
 _MAGIC = b"rayrpc 1"
 _HELLO = struct.Struct("8s32s16s16s")
@@ -34,7 +40,7 @@ def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
     return hmac.digest(secret, role + hello + nonce, "sha256")
 
 
-class Greeting:
+class ServerHandshake:
     """The callee's side.
 
     Args:
@@ -80,7 +86,7 @@ class Greeting:
         return b""
 
 
-class Answer:
+class ClientHandshake:
     """The caller's side: send ``hello``, then what ``receive`` makes of the challenge.
 
     Args:

@@ -1,4 +1,4 @@
-"""The caller's end of a lane: a connection to a peer on which this worker calls it.
+"""The caller's end of a connection: a connection to a peer on which this worker calls it.
 
 Nobody reads without a reason.  A thread that waits for its reply reads the connection itself if
 nobody else does (it *leads*), and gives the replies of others to them; when it has its own, one of
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
-from rayrpc._concurrency.reader import Turn, Watch
+from rayrpc._concurrency.reader import ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
@@ -30,32 +30,32 @@ FLUSH_SECONDS = 0.0002
 # Replies that nobody waits for are read after this time, or along with others.
 PATIENCE_SECONDS = 0.005
 
-__all__ = ["Lane", "LaneCall", "LaneOwner"]
+__all__ = ["CallerConnection", "ConnectionCall", "ConnectionOwner"]
 
 
-class LaneOwner(Protocol):
-    """What a lane needs of the transport that opened it."""
+class ConnectionOwner(Protocol):
+    """What a connection needs of the transport that opened it."""
 
     def connect(self, peer: Member) -> socket.socket:
         """Return an authenticated connection; raise OSError or RpcError if there is none."""
 
-    def reroute(self, call: LaneCall, reason: str) -> None:
+    def reroute(self, call: ConnectionCall, reason: str) -> None:
         """Take a call that certainly was not sent."""
 
-    def lost_lane(self, lane: Lane, reason: str) -> None:
-        """Take note that a lane ended; its calls that were sent wait for ``Lane.fail``."""
+    def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
+        """Note that a connection broke; calls that were sent on it wait for ``fail``."""
 
-    def other_way(self, call: LaneCall) -> Pending:
-        """Return where the reply comes that the lane only announced."""
+    def other_way(self, call: ConnectionCall) -> Pending:
+        """Return where the reply comes that the connection only announced."""
 
 
-class LaneCall(Pending):
-    """A call on a lane."""
+class ConnectionCall(Pending):
+    """A call on a connection."""
 
     __slots__ = ("_callback", "_gate", "_lane", "_other", "_promoted", "_reply", "frame", "id")
 
-    def __init__(self, lane: Lane, frame: Frame) -> None:
-        self._lane = lane
+    def __init__(self, connection: CallerConnection, frame: Frame) -> None:
+        self._lane = connection
         self.id = frame.call_id
         self.frame: Frame | None = frame  # until it is sent
         self._reply: Message | Error | None = None
@@ -104,26 +104,28 @@ class LaneCall(Pending):
             self._elsewhere().on_done(callback)
 
 
-class Lane:
+class CallerConnection:
     """Call one peer.
 
     The connection is made in a thread of the cache; calls wait for it.
 
     Args:
         peer (Member): the callee.
-        owner (LaneOwner): the transport.
+        owner (ConnectionOwner): the transport.
         threads (ThreadCache): for connecting, reading, and what cannot be sent at once.
-        watch (Watch): ends the turns of threads that are busy with callbacks for long.
+        watch (ReaderWatchdog): ends the turns of threads that are busy with callbacks for long.
     """
 
-    def __init__(self, peer: Member, owner: LaneOwner, threads: ThreadCache, watch: Watch) -> None:
+    def __init__(
+        self, peer: Member, owner: ConnectionOwner, threads: ThreadCache, watch: ReaderWatchdog
+    ) -> None:
         self.peer = peer
         self._owner = owner
         self._threads = threads
         self._watch = watch
         self._lock = threading.Lock()
-        self._calls: dict[int, LaneCall] = {}
-        self._followers: dict[LaneCall, None] = {}
+        self._calls: dict[int, ConnectionCall] = {}
+        self._followers: dict[ConnectionCall, None] = {}
         self._callbacks = 0  # how many calls complete by callback
         self._leading = True  # the thread that connects
         self._broken = False
@@ -134,9 +136,9 @@ class Lane:
 
     # -- calling ------------------------------------------------------------------------------
 
-    def call(self, frame: Frame) -> LaneCall | None:
-        """Send a frame; return None if the lane has ended."""
-        call = LaneCall(self, frame)
+    def call(self, frame: Frame) -> ConnectionCall | None:
+        """Send a frame; return None if the connection has ended."""
+        call = ConnectionCall(self, frame)
         with self._lock:
             if self._broken:
                 return None
@@ -158,7 +160,7 @@ class Lane:
             self._stream.flush()
 
     def fail(self, error: BaseException) -> None:
-        """End the lane and its calls."""
+        """End the connection and its calls."""
         with self._lock:
             self._broken = True
             calls = list(self._calls.values())
@@ -168,12 +170,12 @@ class Lane:
         for call in calls:
             self._complete(call, Error(error), None)
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Let go of memory that was not used for a while, and hear what the peer lets go of."""
         stream = self._stream
         if stream is None or self._broken:
             return
-        stream.rest()
+        stream.trim()
         with self._lock:
             if self._leading or self._broken:
                 return
@@ -214,7 +216,7 @@ class Lane:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def _wait(self, call: LaneCall, deadline: float | None) -> None:
+    def _wait(self, call: ConnectionCall, deadline: float | None) -> None:
         while True:
             with self._lock:
                 if call._reply is not None or call._other is not None:
@@ -234,7 +236,7 @@ class Lane:
                 finally:
                     self._step_down()
 
-    def _follow(self, call: LaneCall, gate: threading.Lock, deadline: float | None) -> bool:
+    def _follow(self, call: ConnectionCall, gate: threading.Lock, deadline: float | None) -> bool:
         """Wait until the reply is there, or it is our turn to lead: then return True."""
         left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         opened = gate.acquire(timeout=left)
@@ -246,8 +248,8 @@ class Lane:
                 raise TimeoutError
         return promoted
 
-    def _lead(self, call: LaneCall, deadline: float | None) -> None:
-        """Read until the reply of ``call`` is there, or the lane ends."""
+    def _lead(self, call: ConnectionCall, deadline: float | None) -> None:
+        """Read until the reply of ``call`` is there, or the connection ends."""
         stream = self._stream
         assert stream is not None
         while call._reply is None and call._other is None:
@@ -282,16 +284,16 @@ class Lane:
         self._threads.submit(self._lead_for_callbacks)
 
     def _lead_for_callbacks(self) -> None:
-        """Read replies, and complete their calls here, until this thread's turn ends."""
+        """Read replies, and complete their calls here, until this thread is released."""
         stream = self._stream
         assert stream is not None
-        with Turn(self._step_down, self._watch) as turn:
+        with ReaderRole(self._step_down, self._watch) as role:
             while self._callbacks:
                 message = self._next(stream)
                 if message is not None:
-                    turn.begin()
+                    role.message_received()
                     self._take(message)
-                    if not turn.ready():
+                    if not role.message_done():
                         return
                 elif self._broken:
                     break
@@ -308,7 +310,7 @@ class Lane:
         self._lead_for_callbacks()
 
     def _call_back(
-        self, call: LaneCall, callback: Callable[[Outcome[Frame]], None], urgent: bool
+        self, call: ConnectionCall, callback: Callable[[Outcome[Frame]], None], urgent: bool
     ) -> bool:
         """Note a callback; return True if it may run at once."""
         with self._lock:
@@ -328,7 +330,7 @@ class Lane:
         return False
 
     def _next(self, stream: Stream) -> Message | None:
-        """Return the next message; None after a tick without one, or when the lane has ended."""
+        """Return the next message; None after a tick without one, or if the connection broke."""
         try:
             return stream.read()
         except TimeoutError:
@@ -343,7 +345,7 @@ class Lane:
             self._complete(call, message, None)
 
     def _complete(
-        self, call: LaneCall, reply: Message | Error | None, other: Pending | None
+        self, call: ConnectionCall, reply: Message | Error | None, other: Pending | None
     ) -> None:
         with self._lock:
             call._reply = reply
@@ -368,6 +370,6 @@ class Lane:
             self._broken = True
             calls = [self._calls.pop(i) for i in list(unsent) if i in self._calls]
         if first:
-            self._owner.lost_lane(self, reason)
+            self._owner.on_connection_lost(self, reason)
         for call in calls:
             self._owner.reroute(call, reason)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rayrpc._concurrency.threads import ThreadCache
 
-__all__ = ["Outbox"]
+__all__ = ["SendQueue"]
 
 # How long a sender waits for a peer that does not read, before it leaves that to another thread.
 SEND_PATIENCE = 0.02
@@ -32,7 +32,7 @@ class _Outgoing(NamedTuple):
     parts: list[Any]
 
 
-class Outbox:
+class SendQueue:
     """Write messages to a connection, from any thread, without ever blocking that for long.
 
     What several threads have to send while one is writing goes out together.

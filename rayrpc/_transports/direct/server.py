@@ -1,4 +1,4 @@
-"""The callee's end of lanes: listen, let members in, serve their calls.
+"""The callee's end of connections: listen, let members in, serve their calls.
 
 The thread that reads a connection also runs what was read, as long as that takes no time; before
 it blocks, or if it is busy for long, another thread reads on (see ``turns``).  So no call waits
@@ -15,16 +15,16 @@ import time
 import weakref
 from collections.abc import Callable
 
-from rayrpc._concurrency.reader import Turn, Watch
+from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Serve, served
-from rayrpc._transports.direct.acceptor import Door
-from rayrpc._transports.direct.auth import Greeting
+from rayrpc._transports.direct.acceptor import Acceptor
+from rayrpc._transports.direct.auth import ServerHandshake
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import prepare
 
-__all__ = ["LaneServer"]
+__all__ = ["DirectServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +38,17 @@ CROWDED = 64
 OtherWay = Callable[[Frame, Frame], bool]
 
 
-class LaneServer:
-    """Accept lanes of members of the group.
+class DirectServer:
+    """Accept connections of members of the group.
 
     Args:
         token (str): of this worker's membership.
         host (str): address of this node, to listen at for other nodes; empty: for none.
         threads (ThreadCache): runs the connections.
-        watch (Watch): ends the turns of threads that are busy for long.
+        watch (ReaderWatchdog): ends the turns of threads that are busy for long.
     """
 
-    def __init__(self, token: str, host: str, threads: ThreadCache, watch: Watch) -> None:
+    def __init__(self, token: str, host: str, threads: ThreadCache, watch: ReaderWatchdog) -> None:
         self._token = token
         self._threads = threads
         self._watch = watch
@@ -56,8 +56,8 @@ class LaneServer:
         self._serve: Serve | None = None
         self._other_way: OtherWay = lambda frame, reply: False
         self._listeners: list[socket.socket] = []
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
-        self._door: Door | None = None
+        self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
+        self._door: Acceptor | None = None
         #: name of the UNIX socket (in Linux's abstract namespace), empty if there is none
         self.unix = ""
         #: port on ``host``, 0 if there is none
@@ -82,13 +82,13 @@ class LaneServer:
         self._secret = secret
         self._serve = serve
         self._other_way = other_way
-        self._door = Door(
-            self._listeners, lambda: Greeting(self._secret, self._token), self._welcome
+        self._door = Acceptor(
+            self._listeners, lambda: ServerHandshake(self._secret, self._token), self._welcome
         )
 
     def close(self, patience: float) -> None:
         """Stop; let replies that are under way go out, for ``patience`` seconds at most."""
-        self._close_listeners(Door.close)
+        self._close_listeners(Acceptor.close)
         end = time.monotonic() + patience
         connections = list(self._connections)
         while any(c.is_busy for c in connections) and time.monotonic() < end:
@@ -96,18 +96,18 @@ class LaneServer:
         for connection in connections:
             connection.close()
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Let go of memory that was not used for a while."""
         for connection in list(self._connections):
-            connection.rest()
+            connection.trim()
 
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited: else peers see no end of them."""
         for connection in list(self._connections):
             connection.close_after_fork()
-        self._close_listeners(Door.close_after_fork)
+        self._close_listeners(Acceptor.close_after_fork)
 
-    def _close_listeners(self, close_door: Callable[[Door], None]) -> None:
+    def _close_listeners(self, close_door: Callable[[Acceptor], None]) -> None:
         if self._door is not None:
             close_door(self._door)
         for listener in self._listeners:
@@ -117,7 +117,7 @@ class LaneServer:
         assert self._serve is not None
         prepare(member, IDLE_SECONDS)
         self._connections.add(
-            _Connection(member, self._serve, self._other_way, self._threads, self._watch)
+            ServerConnection(member, self._serve, self._other_way, self._threads, self._watch)
         )
 
 
@@ -130,15 +130,15 @@ def _has_abstract_names() -> bool:
         return bool(probe.getsockname())
 
 
-class _Connection:
+class ServerConnection:
     """Serve one peer's calls.
 
     Args:
         connection (socket): authenticated and prepared.
         serve (Serve): answers frames.
-        other_way (OtherWay): takes replies that are too large for a lane.
+        other_way (OtherWay): takes replies that are too large for a connection.
         threads (ThreadCache): where the threads come from.
-        watch (Watch): ends the turns of threads that are busy for long.
+        watch (ReaderWatchdog): ends the turns of threads that are busy for long.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _Connection:
         serve: Serve,
         other_way: OtherWay,
         threads: ThreadCache,
-        watch: Watch,
+        watch: ReaderWatchdog,
     ) -> None:
         self.socket = connection
         self._serve = serve
@@ -176,14 +176,14 @@ class _Connection:
         """Close the descriptors that a forked child inherited."""
         self._stream.close_after_fork()
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Let go of memory that was not used for a while."""
-        self._stream.rest()
+        self._stream.trim()
 
     def _read(self) -> None:
-        """Read calls and answer them, until this thread's turn ends."""
+        """Read calls and answer them, until this thread is released."""
         me = threading.get_ident()
-        with Turn(self._relieve, self._watch) as turn:
+        with ReaderRole(self._hand_over, self._watch) as role:
             while not self._over:
                 try:
                     message = self._stream.read()
@@ -194,32 +194,32 @@ class _Connection:
                 frame = message.frame()
                 del message  # what was sent lives no longer than its call
                 self._busy.add(me)
-                turn.begin()
+                role.message_received()
                 try:
-                    self._answer(frame, turn)
+                    self._answer(frame, role)
                 finally:
                     self._busy.discard(me)
-                if not turn.ready():
+                if not role.message_done():
                     self._stream.flush()
                     return
         self._over = True
         self._stream.close()
 
-    def _relieve(self) -> None:
+    def _hand_over(self) -> None:
         self._stream.flush()
         self._threads.submit(self._read)
 
-    def _answer(self, frame: Frame, turn: Turn) -> None:
-        turn.alone = self._crowd == 0
+    def _answer(self, frame: Frame, role: ReaderRole) -> None:
+        role.one_at_a_time = self._crowd == 0
         reply = served(self._serve, frame)
-        if turn.stayed and not turn.over and self._stream.wait(0):
+        if role.kept and role.state != RELEASED and self._stream.wait(0):
             self._crowd = CROWDED
         elif self._crowd:
             self._crowd -= 1
         if isinstance(reply, Deferred):
             reply.on_done(lambda late: self._send(frame, late, False))
         else:
-            self._send(frame, reply, not turn.over and self._stream.has_more)
+            self._send(frame, reply, role.state != RELEASED and self._stream.has_more)
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         try:

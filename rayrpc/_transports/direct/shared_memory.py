@@ -1,4 +1,4 @@
-"""Memory that the two ends of a lane share: buffers are copied in once, and used where they lie.
+"""Memory that both ends of a connection map: the sender copies buffers in, the receiver uses them.
 
 The sender makes segments (files without a name), and passes their descriptors along with the
 messages that use them first.  A segment holds the buffers of one message.  The receiver's tensors
@@ -38,7 +38,7 @@ __all__ = [
 KEPT_BYTES = 1 << 30
 KEPT_SECONDS = 10.0
 SMALLEST = 256 << 10
-# A process may have so many mappings, which is 65,530 by default, for all of its lanes.
+# A process may have so many mappings, which is 65,530 by default, for all of its connections.
 MOST_SEGMENTS = 1024
 ALIGNMENT = 64
 # Copies of so many bytes are worth letting other threads of Python run ...
@@ -123,7 +123,7 @@ class Segment:
     """A piece of memory of the sender's.
 
     Args:
-        number (int): names it on its lane.
+        number (int): names it on its connection.
         capacity (int): in bytes.
         pass_on (Callable): called with a descriptor, to give it to the receiver.
     """
@@ -154,7 +154,7 @@ class Segment:
 
 
 class SegmentPool:
-    """The sender's segments on one lane.
+    """The sender's segments on one connection.
 
     Args:
         pass_on (Callable): called with a segment's number, capacity and descriptor, to give it

@@ -1,4 +1,4 @@
-"""One end of a lane's connection: frames in and out, large ones by shared memory."""
+"""One end of a connection's connection: frames in and out, large ones by shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, flat
-from rayrpc._transports.direct.send_queue import Outbox
+from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.shared_memory import (
     MappedSegments,
     SegmentPool,
@@ -21,8 +21,8 @@ from rayrpc._transports.direct.shared_memory import (
 from rayrpc._transports.direct.wire import (
     DROPPED,
     UNUSED,
-    Inbox,
     Message,
+    MessageReader,
     Place,
     message_parts,
     note_part,
@@ -54,9 +54,11 @@ class Stream:
         opened_here: bool,
     ) -> None:
         self._connection = connection
-        self._inbox = Inbox(connection)
-        self._outbox = Outbox(connection, threads, broken)
-        self._mapped = MappedSegments(lambda number: self._outbox.note(note_part(number, UNUSED)))
+        self._reader = MessageReader(connection)
+        self._send_queue = SendQueue(connection, threads, broken)
+        self._mapped = MappedSegments(
+            lambda number: self._send_queue.note(note_part(number, UNUSED))
+        )
         self._pool: SegmentPool | None = None
         self._side: socket.socket | None = None  # where descriptors of segments come and go
         if connection.family == getattr(socket, "AF_UNIX", None) and is_supported():
@@ -65,8 +67,8 @@ class Stream:
                 self._side, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 with other, contextlib.suppress(OSError):  # the first read tells
                     send_descriptor(connection, b"\0", other.fileno())
-        self.wait = self._inbox.wait
-        self.flush = self._outbox.flush
+        self.wait = self._reader.wait
+        self.flush = self._send_queue.flush
 
     @property
     def shares_memory(self) -> bool:
@@ -76,12 +78,12 @@ class Stream:
     @property
     def is_idle(self) -> bool:
         """Tell whether all was written, and the connection has not ended."""
-        return self._outbox.is_empty
+        return self._send_queue.is_empty
 
     @property
     def has_more(self) -> bool:
         """Tell whether something arrived that was not read yet."""
-        return self._inbox.has_more
+        return self._reader.has_more
 
     def read(self) -> Message:
         """Return the next message; before it waits for one, send what was kept back.
@@ -90,7 +92,7 @@ class Stream:
             TimeoutError: it is not there after a tick; call again.
             EOFError: the connection has ended.
         """
-        inbox = self._inbox
+        inbox = self._reader
         if self._side is None and self._pool is not None:
             self._side = self._receive_side()
         if not inbox.has_more:
@@ -122,7 +124,7 @@ class Stream:
         """
         head = b"" if frame is None else frame.pack()
         if frame is None or not frame.buffers:
-            return self._outbox.send(call_id, message_parts(call_id, head, []), more)
+            return self._send_queue.send(call_id, message_parts(call_id, head, []), more)
         views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
         segment = None
@@ -131,21 +133,21 @@ class Stream:
             with contextlib.suppress(OSError):  # no memory for one more, or many are on their way
                 segment = self._pool.take(size)
         if segment is None:
-            return self._outbox.send(call_id, message_parts(call_id, head, views), more)
+            return self._send_queue.send(call_id, message_parts(call_id, head, views), more)
         segment.fill(views, starts)
         if give_up:
             frame.buffers = []
             views.clear()
-        return self._outbox.send(
+        return self._send_queue.send(
             call_id, shared_parts(call_id, head, Place(segment.number, lengths))
         )
 
-    def rest(self) -> None:
+    def trim(self) -> None:
         """Let go of memory that was not used for a while."""
         if self._pool is not None:
             for number in self._pool.trim():
-                self._outbox.note(note_part(number, DROPPED))
-            self._outbox.flush_notes()
+                self._send_queue.note(note_part(number, DROPPED))
+            self._send_queue.flush_notes()
 
     def close(self) -> None:
         """End the connection, and let go of its memory."""
@@ -165,7 +167,7 @@ class Stream:
 
     def _reuse(self, number: int) -> None:
         if self._pool is not None and not self._pool.give_back(number):
-            self._outbox.note(note_part(number, DROPPED))
+            self._send_queue.note(note_part(number, DROPPED))
 
     def _buffers(self, place: Place) -> list[memoryview]:
         while not self._mapped.has(place.segment):

@@ -3,8 +3,8 @@
 Ray stays in control: the directory gives addresses and the group's secret, the watch of every
 stand-in tells who died, and what cannot go directly goes by the ``RayTransport`` inside.
 
-    call ─┬─ lane to the peer ──> its LaneServer          (on one node: UNIX socket, shared memory)
-          └─ RayTransport ──────> its stand-in            (no lane to be had, or large and far)
+    call ─┬─ connection ────> the peer's DirectServer   (on one node: UNIX socket, shared memory)
+          └─ RayTransport ──> the peer's endpoint       (no connection, or large and far)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayrpc._concurrency.outcome import Error
-from rayrpc._concurrency.reader import Watch
+from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, flat
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
-from rayrpc._transports.direct.auth import CHALLENGE_SIZE, Answer, AuthenticationError
-from rayrpc._transports.direct.connection import Lane, LaneCall
-from rayrpc._transports.direct.server import LaneServer
+from rayrpc._transports.direct.auth import CHALLENGE_SIZE, AuthenticationError, ClientHandshake
+from rayrpc._transports.direct.connection import CallerConnection, ConnectionCall
+from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.wire import prepare
-from rayrpc._transports.ray.relay import Address, LaneAddress
+from rayrpc._transports.ray.relay import Address, DirectAddress
 from rayrpc._transports.ray.transport import CLOSE_SECONDS, RayTransport
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 # How long connecting to a peer may take, and how often it is tried.
 CONNECT_SECONDS = 5.0
 CONNECT_TRIES = 3
-# How long a lane that was cut waits for the news that its peer died.
+# How long a connection that was cut waits for the news that its peer died.
 NEWS_SECONDS = 1.0
 # Frames to other nodes with more bytes in their buffers go by the object store: it copies faster.
 BULK_BYTES = 1 << 20
@@ -51,21 +51,21 @@ class _Peer:
     """The way to a peer.
 
     Args:
-        lane (Lane | None): if it accepts any.
+        connection (CallerConnection | None): if it accepts any.
         reason (str): why that is none, or has ended.
     """
 
-    lane: Lane | None
+    connection: CallerConnection | None
     reason: str = ""
 
 
 class DirectTransport(Transport):
-    """Call peers on lanes, and by Ray where that is not possible or not better.
+    """Call peers on connections, and by Ray where that is not possible or not better.
 
     Args:
         ray_transport (RayTransport): the other way.
         token (str): of this worker's membership.
-        only (bool): calls that cannot go on a lane fail; large ones go by Ray all the same.
+        only (bool): calls that cannot go on a connection fail; large ones go by Ray all the same.
     """
 
     name = "direct"
@@ -75,9 +75,11 @@ class DirectTransport(Transport):
         self._token = token
         self._only = only
         self._node = ray_transport.node_id
-        self._threads = ThreadCache("rayrpc-lane", soft_limit=10_000)  # most wait for a message
-        self._watch = Watch(lambda: self._threads.submit(self._rest))
-        self._server = LaneServer(token, ray_transport.node, self._threads, self._watch)
+        self._threads = ThreadCache(
+            "rayrpc-connection", soft_limit=10_000
+        )  # most wait for a message
+        self._watch = ReaderWatchdog(lambda: self._threads.submit(self._trim))
+        self._server = DirectServer(token, ray_transport.node, self._threads, self._watch)
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
         self._peers: dict[str, _Peer] = {}
@@ -87,8 +89,8 @@ class DirectTransport(Transport):
 
     @property
     def address(self) -> Address:
-        lane = LaneAddress(self._node, self._server.unix, self.node, self._server.port)
-        return self._ray.address._replace(lane=lane)
+        connection = DirectAddress(self._node, self._server.unix, self.node, self._server.port)
+        return self._ray.address._replace(connection=connection)
 
     @property
     def node(self) -> str:
@@ -106,20 +108,20 @@ class DirectTransport(Transport):
         way = self._peers.get(peer.token)
         if way is None:
             way = self._open(peer)
-        if way.lane is not None:
+        if way.connection is not None:
             if frame.buffers and not self._is_near(peer) and _size(frame) > BULK_BYTES:
                 return self._ray.call(peer, frame)
-            call = way.lane.call(frame)
+            call = way.connection.call(frame)
             if call is not None:
                 return call
-        return self._without_lane(peer, frame, way.reason)
+        return self._call_by_fallback(peer, frame, way.reason)
 
-    def lost(self, peer: Member, error: BaseException) -> None:
+    def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         with self._lock:
             way = self._peers.pop(peer.token, None)
-        if way is not None and way.lane is not None:
-            way.lane.fail(error)
-        self._ray.lost(peer, error)
+        if way is not None and way.connection is not None:
+            way.connection.fail(error)
+        self._ray.on_peer_lost(peer, error)
 
     def close(self) -> None:
         if self._closed:
@@ -128,10 +130,10 @@ class DirectTransport(Transport):
         _alive.discard(self)
         self._server.close(CLOSE_SECONDS)
         with self._lock:
-            lanes = self._lanes()
+            connections = self._connections()
             self._peers.clear()
-        for lane in lanes:
-            lane.fail(CallError("RPC was shut down on this worker"))
+        for connection in connections:
+            connection.fail(CallError("RPC was shut down on this worker"))
         self._ray.close()
         self._watch.close()
         self._threads.close()
@@ -142,15 +144,15 @@ class DirectTransport(Transport):
         with self._lock:
             way = self._peers.get(peer.token)
             if way is None:
-                if peer.address.lane is None:
-                    way = _Peer(None, "it accepts no lanes: its setting transport is ray")
+                if peer.address.connection is None:
+                    way = _Peer(None, "it accepts no connections: its setting transport is ray")
                     logger.info("calls to %s go by Ray: %s", peer.name, way.reason)
                 else:
-                    way = _Peer(Lane(peer, self, self._threads, self._watch))
+                    way = _Peer(CallerConnection(peer, self, self._threads, self._watch))
                 self._peers[peer.token] = way
             return way
 
-    def _without_lane(self, peer: Member, frame: Frame, reason: str) -> Pending:
+    def _call_by_fallback(self, peer: Member, frame: Frame, reason: str) -> Pending:
         if not self._only:
             return self._ray.call(peer, frame)
         pending = PendingReply()
@@ -176,20 +178,20 @@ class DirectTransport(Transport):
             time.sleep(0.01)
         return False
 
-    def _rest(self) -> None:
-        """Let go of memory that lanes have not used for a while."""
-        self._server.rest()
-        for lane in self._lanes():
-            lane.rest()
+    def _trim(self) -> None:
+        """Let go of memory that connections have not used for a while."""
+        self._server.trim()
+        for connection in self._connections():
+            connection.trim()
 
-    def _lanes(self) -> list[Lane]:
-        return [way.lane for way in list(self._peers.values()) if way.lane is not None]
+    def _connections(self) -> list[CallerConnection]:
+        return [way.connection for way in list(self._peers.values()) if way.connection is not None]
 
-    # -- what lanes need ----------------------------------------------------------------------
+    # -- what connections need ----------------------------------------------------------------
 
     def connect(self, peer: Member) -> socket.socket:
         """Return a connection to a peer that has proved who it is."""
-        to: LaneAddress = peer.address.lane
+        to: DirectAddress = peer.address.connection
         near = self._is_near(peer)
         deadline = time.monotonic() + CONNECT_SECONDS
         tries = 0
@@ -206,7 +208,7 @@ class DirectTransport(Transport):
             time.sleep(0.02)
 
     def _connect_once(
-        self, to: LaneAddress, near: bool, token: str, deadline: float
+        self, to: DirectAddress, near: bool, token: str, deadline: float
     ) -> socket.socket:
         if near:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -218,7 +220,7 @@ class DirectTransport(Transport):
         try:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(address)  # type: ignore[arg-type]
-            answer = Answer(self._secret, self._token, token)
+            answer = ClientHandshake(self._secret, self._token, token)
             connection.sendall(answer.hello)
             challenge = b""
             while len(challenge) < CHALLENGE_SIZE:
@@ -233,32 +235,32 @@ class DirectTransport(Transport):
             raise
         return connection
 
-    def reroute(self, call: LaneCall, reason: str) -> None:
-        """Send a call that its lane did not send by Ray."""
+    def reroute(self, call: ConnectionCall, reason: str) -> None:
+        """Send a call that its connection did not send by Ray."""
         frame = call.frame
         assert frame is not None
-        call.go_by(self._without_lane(call.peer, frame, reason))
+        call.go_by(self._call_by_fallback(call.peer, frame, reason))
 
-    def lost_lane(self, lane: Lane, reason: str) -> None:
-        """Note that a lane ended, and fail its calls unless the peer turns out to be dead."""
+    def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
+        """Note that a connection ended, and fail its calls unless the peer turns out to be dead."""
         with self._lock:
-            way = self._peers.get(lane.peer.token)
+            way = self._peers.get(connection.peer.token)
             if way is not None:
                 way.reason = reason
         if not self._closed:
-            logger.info("calls to %s go %s: %s", lane.peer.name, self._else(), reason)
-        self._threads.submit(lambda: self._fail_without_news(lane, reason))
+            logger.info("calls to %s go %s: %s", connection.peer.name, self._else(), reason)
+        self._threads.submit(lambda: self._fail_without_news(connection, reason))
 
     def _is_near(self, peer: Member) -> bool:
         """Tell whether a peer is on this node, and reached by a UNIX socket."""
-        to: LaneAddress = peer.address.lane
+        to: DirectAddress = peer.address.connection
         return to.node == self._node and bool(to.unix and self._server.unix)
 
     def _else(self) -> str:
         return "nowhere" if self._only else "by Ray"
 
-    def _fail_without_news(self, lane: Lane, reason: str) -> None:
-        peer = lane.peer
+    def _fail_without_news(self, connection: CallerConnection, reason: str) -> None:
+        peer = connection.peer
         error: CallError = CallLostError(
             f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
             f"call: whether the function ran is not known ({reason}). Call again if it may run "
@@ -267,10 +269,10 @@ class DirectTransport(Transport):
         if self._news_of(peer):
             time.sleep(NEWS_SECONDS)  # ``lost`` comes with the cause
             error = WorkerDiedError(peer.name, reason, peer.node)
-        lane.fail(error)
+        connection.fail(error)
 
-    def other_way(self, call: LaneCall) -> Pending:
-        """Return where the reply that was announced on a lane comes."""
+    def other_way(self, call: ConnectionCall) -> Pending:
+        """Return where the reply that was announced on a connection comes."""
         return self._ray.late(call.id, call.peer)
 
     # -- serving ------------------------------------------------------------------------------
@@ -285,8 +287,8 @@ class DirectTransport(Transport):
     def close_after_fork(self) -> None:
         """Let go of connections that this child of the worker's process inherited."""
         self._server.close_after_fork()
-        for lane in self._lanes():
-            lane.close_after_fork()
+        for connection in self._connections():
+            connection.close_after_fork()
 
 
 def _size(frame: Frame) -> int:

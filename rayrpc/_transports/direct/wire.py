@@ -19,8 +19,8 @@ from rayrpc._protocol.messages import Frame
 
 __all__ = [
     "DROPPED",
-    "Inbox",
     "Message",
+    "MessageReader",
     "Place",
     "UNUSED",
     "message_parts",
@@ -160,7 +160,7 @@ class _Large:
         return Message(self.number, self.head, self.buffers or [], self.place)
 
 
-class Inbox:
+class MessageReader:
     """Read messages from a connection; by one thread at a time.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from rayrpc._transports.ray.relay import Watch, Wire
+from rayrpc._transports.ray.relay import LivenessWatch, Wire
 from rayrpc.errors import CallError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class HostedEndpoint:
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
-        self.watch = Watch()
+        self.watch = LivenessWatch()
         self._threads = threads
         self._busy = 0
         self._lock = threading.Lock()

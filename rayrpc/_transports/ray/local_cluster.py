@@ -21,7 +21,7 @@ __all__ = ["main"]
 FIRST_SECONDS = 30.0
 
 
-class Keeper:
+class LocalCluster:
     """Count the processes that need the cluster.
 
     Args:
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
             and whether Ray's dashboard runs (0 or 1).
     """
     path, namespace, num_cpus, dashboard = arguments
-    keeper = Keeper(Path(path))
+    keeper = LocalCluster(Path(path))
     done = threading.Thread(target=keeper.run)
     done.start()
     # in the main thread: Ray's processes end with the thread that started them
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> None:
     ray.shutdown()
 
 
-def _start_ray(keeper: Keeper, namespace: str, num_cpus: int, dashboard: bool) -> None:
+def _start_ray(keeper: LocalCluster, namespace: str, num_cpus: int, dashboard: bool) -> None:
     import ray
 
     try:

@@ -31,7 +31,7 @@ from rayrpc._protocol.messages import Frame, flat
 __all__ = [
     "Address",
     "DEFERRED",
-    "LaneAddress",
+    "DirectAddress",
     "RELAY_GROUPS",
     "Relay",
     "Wire",
@@ -48,8 +48,8 @@ DEFERRED = None
 RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4}
 
 
-class LaneAddress(NamedTuple):
-    """Where a worker accepts lanes (``direct.py``).
+class DirectAddress(NamedTuple):
+    """Where a worker accepts connections (``direct.py``).
 
     Args:
         node (str): Ray's id of its node.
@@ -73,12 +73,12 @@ class Address(NamedTuple):
     Args:
         actor (str): name of its stand-in.
         namespace (str): where Ray knows that name.
-        lane (LaneAddress | None): where it accepts lanes, if it does.
+        connection (DirectAddress | None): where it accepts connections, if it does.
     """
 
     actor: str
     namespace: str
-    lane: LaneAddress | None = None
+    connection: DirectAddress | None = None
 
     def find(self) -> Any:
         """Return a handle of the stand-in; ValueError if it has ended."""
@@ -121,7 +121,7 @@ def _plain(parts: list[Any]) -> tuple[bytes, ...]:
     return tuple(bytes(part) for part in parts)
 
 
-class Watch:
+class LivenessWatch:
     """Block callers until a token is released; they learn of our death by the error they get."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Relay:
         self._count = 0
         self._busy = 0
         self._lock = threading.Lock()
-        self._watch = Watch()
+        self._watch = LivenessWatch()
 
     def __repr__(self) -> str:
         return f"rayrpc.Relay({self._worker})"

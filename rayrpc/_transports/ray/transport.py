@@ -228,7 +228,7 @@ class RayTransport(Transport):
                 raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
         return handle
 
-    def lost(self, peer: Member, error: BaseException) -> None:
+    def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         self._handles.pop(peer.token, None)
         with self._lock:
             ids = [i for i, (_, token) in self._replies.items() if token == peer.token]
@@ -266,7 +266,7 @@ class RayTransport(Transport):
                 self._replies[call_id] = (reply, peer.token)
         now = self._find(peer.id)
         if now is None or now.token != peer.token:  # it went before we knew that we wait for it
-            self.lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
+            self.on_peer_lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
         return reply
 
     def _arrived(self, call_id: int, wire: Wire) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 from rayrpc._concurrency.outcome import Error, Value, attempt
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
-from rayrpc.launch.worker_pool import Crew, count_cpus
+from rayrpc.launch.worker_pool import WorkerPool, count_cpus
 from rayrpc.parallel.pool.base import BasePool, PoolStates
-from rayrpc.parallel.pool.board import Board
 from rayrpc.parallel.pool.contexts import CtxPoolStorage, checked, enter, with_context
+from rayrpc.parallel.pool.scheduler import Scheduler
 from rayrpc.parallel.pool.serving import Order, pools, serve, tell
 from rayrpc.parallel.pool.shipping import (
     Outbound,
@@ -95,12 +95,12 @@ class Pool(BasePool):
         return prepared(func) if self._is_copy_tensor else func
 
     def setup_queues(self) -> None:
-        """Make the board that workers ask for tasks, and a queue of results."""
+        """Make the scheduler that workers ask for tasks, and a queue of results."""
         self._key = uuid.uuid4().hex
         self._named: dict[str, _Process] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._board = Board(self._results.put, self._pack)
-        self._crew = Crew(here=not self._is_copy_tensor, at_exit=self.terminate)
+        self._scheduler = Scheduler(self._results.put, self._pack)
+        self._worker_pool = WorkerPool(here=not self._is_copy_tensor, at_exit=self.terminate)
         pools[self._key] = self
 
     def _pack(self, name: str, tasks: list[Task]) -> Any:
@@ -110,11 +110,11 @@ class Pool(BasePool):
     def repopulate_pool(self) -> None:
         """Start workers until there are as many as there should be."""
         missing = sorted(set(range(self._processes)) - {each.number for each in self._pool})
-        for number, name in zip(missing, self._crew.start(len(missing)), strict=True):
+        for number, name in zip(missing, self._worker_pool.start(len(missing)), strict=True):
             process = _Process(number, name, self._is_copy_tensor)
             self._named[process.name] = process
             self._pool.append(process)
-            self._board.add(process.name, self._maxtasksperchild)
+            self._scheduler.add(process.name, self._maxtasksperchild)
             initializer, initargs = self._setup_of(process.number)
             order = Order(
                 self._key,
@@ -125,7 +125,7 @@ class Pool(BasePool):
                 initargs,
                 self._maxtasksperchild,
             )
-            future = self._crew.call(process.name, serve, (order,))
+            future = self._worker_pool.call(process.name, serve, (order,))
             future.add_done_callback(functools.partial(self._ended, process))
 
     def _ended(self, process: _Process, future: Any) -> None:
@@ -134,7 +134,7 @@ class Pool(BasePool):
         left: BaseException = error or CallError(
             f"worker {process.name!r} of a pool ended before it did its task"
         )
-        has_worked = self._board.remove(process.name, left)
+        has_worked = self._scheduler.remove(process.name, left)
         is_lost = isinstance(error, (CallLostError, WorkerDiedError)) and has_worked
         if error is not None and not is_lost:
             process.error = error
@@ -151,15 +151,15 @@ class Pool(BasePool):
                     raise process.error
             if self._needs_workers():  # else they are meant to end
                 self.repopulate_pool()
-        for name, turn, is_wanted in self._board.late():
-            future = self._crew.call(name, tell, (self._key, is_wanted))
+        for name, turn, is_wanted in self._scheduler.late():
+            future = self._worker_pool.call(name, tell, (self._key, is_wanted))
             future.add_done_callback(functools.partial(self._told, name, turn))
 
     def _forget(self, processes: list[_Process]) -> None:
         for process in processes:
             self._pool.remove(process)
             del self._named[process.name]
-        self._crew.end([process.name for process in processes])
+        self._worker_pool.end([process.name for process in processes])
 
     def _told(self, name: str, turn: int, future: Any) -> None:
         outcome = attempt(future.value)
@@ -167,14 +167,14 @@ class Pool(BasePool):
             results, back = outcome.value
             self.report(name, results)
             if back:
-                self._board.give_back(name, turn, back)
+                self._scheduler.give_back(name, turn, back)
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Put a task on the board."""
+        """Put a task on the scheduler."""
         if obj is None:
-            self._board.close()
+            self._scheduler.close()
         else:
-            self._board.put(obj)
+            self._scheduler.put(obj)
 
     def pool_outqueue_get(self, timeout: float) -> Any:
         """Take a result out of the queue."""
@@ -190,24 +190,24 @@ class Pool(BasePool):
             for process in processes:
                 process.ended.wait()
         self._forget(processes)
-        self._crew.stop()
+        self._worker_pool.stop()
 
     def terminate_workers(self) -> None:
         """End all workers at once."""
         pools.pop(self._key, None)
-        self._board.close(drop=True)
-        self._crew.stop()
+        self._scheduler.close(drop=True)
+        self._worker_pool.stop()
 
     def take(self, name: str, results: list[Any], again: bool) -> Any:
         """Take results of a worker that asks for tasks, and return a Future of these."""
         process = self._named.get(name)
         if again and process is not None:
             process.way.forget()
-        return self._board.take(name, map(_result, results))
+        return self._scheduler.take(name, map(_result, results))
 
     def report(self, name: str, results: list[Any]) -> None:
         """Take results of a worker."""
-        self._board.report(name, map(_result, results))
+        self._scheduler.report(name, map(_result, results))
 
     @staticmethod
     def worker(

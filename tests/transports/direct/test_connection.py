@@ -16,14 +16,14 @@ from conftest import eventually
 
 from rayrpc._concurrency import reader
 from rayrpc._concurrency.outcome import Value
-from rayrpc._concurrency.reader import Watch, step_aside
+from rayrpc._concurrency.reader import ReaderWatchdog, release_reader
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Deferred, PendingReply
-from rayrpc._transports.direct.auth import CHALLENGE_SIZE, Answer
-from rayrpc._transports.direct.connection import Lane
-from rayrpc._transports.direct.server import LaneServer
+from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
+from rayrpc._transports.direct.connection import CallerConnection
+from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.wire import prepare
 from rayrpc.errors import CallLostError
 
@@ -36,12 +36,12 @@ def frame(call_id, data=b"", buffers=()):
 
 
 class Callee:
-    """Serves lanes; what it answers can be set."""
+    """Serves connections; what it answers can be set."""
 
     def __init__(self):
         self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
-        self.watch = Watch()
-        self.server = LaneServer("callee", "127.0.0.1", self.threads, self.watch)
+        self.watch = ReaderWatchdog()
+        self.server = DirectServer("callee", "127.0.0.1", self.threads, self.watch)
         self.answer = lambda frame: frame.data
         self.server.start(SECRET, self.serve, lambda frame, reply: False)
 
@@ -58,7 +58,7 @@ class Callee:
 
 
 class Owner:
-    """What a lane needs; connects by UNIX socket or TCP."""
+    """What a connection needs; connects by UNIX socket or TCP."""
 
     def __init__(self, callee, family):
         self.callee = callee
@@ -80,9 +80,9 @@ class Owner:
         pending.complete(Value(frame(call.id, b"by another way")))
         call.go_by(pending)
 
-    def lost_lane(self, lane, reason):
+    def on_connection_lost(self, connection, reason):
         self.lost.append(reason)
-        threading.Timer(0.3, lambda: lane.fail(CallLostError(f"not known: {reason}"))).start()
+        threading.Timer(0.3, lambda: connection.fail(CallLostError(f"not known: {reason}"))).start()
 
     def other_way(self, call):
         raise AssertionError("nothing is large here")
@@ -101,7 +101,7 @@ def dial(server, family=socket.AF_UNIX):
 
 
 def greet(connection, secret=SECRET):
-    answer = Answer(secret, "caller", "callee")
+    answer = ClientHandshake(secret, "caller", "callee")
     connection.sendall(answer.hello)
     challenge = b""
     while len(challenge) < CHALLENGE_SIZE:
@@ -119,19 +119,19 @@ def callee():
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def lane(request, callee):
+def connection(request, callee):
     family = socket.AF_UNIX if request.param == "unix" else socket.AF_INET
     owner = Owner(callee, family)
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
-    lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
-    lane.owner = owner
-    yield lane
-    lane.fail(CallLostError("the test is over"))
+    connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+    connection.owner = owner
+    yield connection
+    connection.fail(CallLostError("the test is over"))
     threads.close()
 
 
 class TestCalls:
-    def test_calls_that_wait_and_calls_that_call_back_share_a_lane(self, callee, lane):
+    def test_calls_that_wait_and_calls_that_call_back_share_a_lane(self, callee, connection):
         some = random.Random(7)
         callee.answer = lambda f: (time.sleep(some.choice([0, 0, 0.001])), f.data)[1]
         numbers = iter(range(1, 10**9))
@@ -141,14 +141,14 @@ class TestCalls:
             for _ in range(150):
                 number = next(numbers)
                 data = b"%d" % number
-                if lane.call(frame(number, data)).wait(PATIENCE).data != data:
+                if connection.call(frame(number, data)).wait(PATIENCE).data != data:
                     wrong.append(number)
 
         def calls_back():
             for _ in range(300):
                 number = next(numbers)
                 data = b"%d" % number
-                lane.call(frame(number, data)).on_done(
+                connection.call(frame(number, data)).on_done(
                     lambda outcome, data=data: done.append(outcome.value.data == data)
                 )
 
@@ -161,24 +161,24 @@ class TestCalls:
         assert not wrong
         assert eventually(lambda: len(done) == 900) and all(done)
 
-    def test_a_call_that_waits_long_does_not_hold_up_the_others(self, callee, lane):
+    def test_a_call_that_waits_long_does_not_hold_up_the_others(self, callee, connection):
         go = threading.Event()
         callee.answer = lambda f: (f.data != b"slow" or go.wait(PATIENCE), f.data)[1]
-        slow = [lane.call(frame(i, b"slow")) for i in range(1, 30)]
+        slow = [connection.call(frame(i, b"slow")) for i in range(1, 30)]
         waiting = [threading.Thread(target=call.wait, args=(PATIENCE,)) for call in slow[:5]]
         for thread in waiting:
             thread.start()
         for i in range(100, 150):
-            assert lane.call(frame(i, b"fast")).wait(PATIENCE).data == b"fast"
+            assert connection.call(frame(i, b"fast")).wait(PATIENCE).data == b"fast"
         go.set()
         assert all(call.wait(PATIENCE).data == b"slow" for call in slow[5:])
         for thread in waiting:
             thread.join(PATIENCE)
 
-    def test_a_timeout_hands_the_reading_on(self, callee, lane):
+    def test_a_timeout_hands_the_reading_on(self, callee, connection):
         callee.answer = lambda f: (f.data and time.sleep(float(f.data)), f.data)[1]
-        late = lane.call(frame(1, b"1.0"))
-        other = lane.call(frame(2, b"0.6"))
+        late = connection.call(frame(1, b"1.0"))
+        other = connection.call(frame(2, b"0.6"))
         result = []
         thread = threading.Thread(target=lambda: result.append(other.wait(PATIENCE).data))
 
@@ -197,13 +197,13 @@ class TestCalls:
         assert result == [b"0.6"]
         assert late.wait(PATIENCE).data == b"1.0"
 
-    def test_threads_go_when_there_is_nothing_to_do(self, callee, lane):
+    def test_threads_go_when_there_is_nothing_to_do(self, callee, connection):
         callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
-        calls = [lane.call(frame(i, b"x")) for i in range(1, 20)]
+        calls = [connection.call(frame(i, b"x")) for i in range(1, 20)]
         assert all(call.wait(PATIENCE).data == b"x" for call in calls)
         assert callee.threads.size > 10
         assert eventually(lambda: callee.threads.size <= 2)
-        assert lane.call(frame(99, b"y")).wait(PATIENCE).data == b"y"
+        assert connection.call(frame(99, b"y")).wait(PATIENCE).data == b"y"
 
 
 class TestShortCalls:
@@ -215,7 +215,7 @@ class TestShortCalls:
         threads = []
 
         def answer(frame):
-            step_aside(briefly=True)
+            release_reader(briefly=True)
             threads.append(threading.get_ident())
             time.sleep(float(frame.data))
             return frame.data
@@ -224,66 +224,68 @@ class TestShortCalls:
         monkeypatch.setattr(reader, "TICK_SECONDS", 5.0)  # the watch relieves nobody here
         return threads
 
-    def test_one_call_at_a_time_is_served_by_one_thread(self, lane, readers):
+    def test_one_call_at_a_time_is_served_by_one_thread(self, connection, readers):
         for number in range(50):
-            assert lane.call(frame(number, b"0.001")).wait(PATIENCE).data == b"0.001"
+            assert connection.call(frame(number, b"0.001")).wait(PATIENCE).data == b"0.001"
         assert len(set(readers)) == 1
 
-    def test_after_calls_at_a_time_others_read_on_while_one_runs(self, lane, readers):
-        first = lane.call(frame(1, b"0.3"))
+    def test_after_calls_at_a_time_others_read_on_while_one_runs(self, connection, readers):
+        first = connection.call(frame(1, b"0.3"))
         assert eventually(lambda: readers)
-        held_up = lane.call(frame(2, b"0"))  # nobody could know
+        held_up = connection.call(frame(2, b"0"))  # nobody could know
         assert held_up.wait(PATIENCE) and first.wait(PATIENCE)
-        long = lane.call(frame(3, b"3"))
+        long = connection.call(frame(3, b"3"))
         assert eventually(lambda: len(readers) == 3)
         start = time.monotonic()
-        assert lane.call(frame(4, b"0")).wait(PATIENCE).data == b"0"
+        assert connection.call(frame(4, b"0")).wait(PATIENCE).data == b"0"
         assert time.monotonic() - start < 2 and len(set(readers)) > 1
         assert long.wait(PATIENCE)
 
 
 class TestCuts:
-    def test_calls_that_were_sent_end_with_not_known(self, callee, lane):
+    def test_calls_that_were_sent_end_with_not_known(self, callee, connection):
         callee.answer = lambda f: Deferred()
-        called = [lane.call(frame(i)) for i in range(1, 5)]
+        called = [connection.call(frame(i)) for i in range(1, 5)]
         outcomes = []
         called[0].on_done(outcomes.append)
         assert eventually(lambda: callee.server._connections)
         time.sleep(0.2)
-        for connection in list(callee.server._connections):
-            connection.close()
+        for served in list(callee.server._connections):
+            served.close()
         for call in called[1:]:
             with pytest.raises(CallLostError, match="not known"):
                 call.wait(PATIENCE)
         assert eventually(lambda: outcomes and isinstance(outcomes[0].error, CallLostError))
-        assert len(lane.owner.lost) == 1 and not lane.owner.rerouted
-        assert lane.call(frame(9)) is None
+        assert len(connection.owner.lost) == 1 and not connection.owner.rerouted
+        assert connection.call(frame(9)) is None
 
-    def test_a_reply_that_cannot_be_sent_ends_the_lane_and_is_logged(self, callee, lane, caplog):
+    def test_a_reply_that_cannot_be_sent_ends_the_connection_and_is_logged(
+        self, callee, connection, caplog
+    ):
         callee.answer = lambda f: "no bytes" if f.data == b"bad" else f.data
-        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
-        bad = lane.call(frame(2, b"bad"))
+        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        bad = connection.call(frame(2, b"bad"))
         with pytest.raises(CallLostError):
             bad.wait(PATIENCE)
         assert "a reply could not be sent" in caplog.text
 
-    def test_calls_that_were_not_sent_go_another_way(self, callee, lane):
-        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
-        (connection,) = lane.owner.connections
-        connection.shutdown(socket.SHUT_WR)
-        call = lane.call(frame(2, b"y"))
+    def test_calls_that_were_not_sent_go_another_way(self, callee, connection):
+        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        (opened,) = connection.owner.connections
+        opened.shutdown(socket.SHUT_WR)
+        call = connection.call(frame(2, b"y"))
         assert call.wait(PATIENCE).data == b"by another way"
-        assert lane.call(frame(3)) is None
+        assert connection.call(frame(3)) is None
 
-    def test_a_lane_without_its_side_channel_sends_calls_another_way(self, callee, monkeypatch):
+    def test_a_connection_without_its_side_channel_sends_calls_another_way(self, callee, monkeypatch):
         def refuse(*_):
             raise OSError(24, "Too many open files")
 
         owner = Owner(callee, socket.AF_UNIX)
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
         monkeypatch.setattr("rayrpc._transports.direct.stream.socket.socketpair", refuse)
-        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
-        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"by another way"
+        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"by another way"
         threads.close()
 
     def test_calls_that_waited_for_a_connection_go_another_way(self, callee):
@@ -296,8 +298,8 @@ class TestCuts:
 
         owner.connect = connect
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
-        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
-        calls = [lane.call(frame(i)) for i in range(3)]
+        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        calls = [connection.call(frame(i)) for i in range(3)]
         outcomes = []
         calls[0].on_done(outcomes.append)
         waiting = threading.Thread(
@@ -326,15 +328,15 @@ class TestStrangers:
         [b"", b"GET / HTTP/1.1\r\n\r\n", b"rayrpc 1", os.urandom(200), b"rayrpc 1" + b"x" * 500],
         ids=["silent", "http", "stalls", "garbage", "long"],
     )
-    def test_they_hold_up_nobody(self, callee, lane, say):
+    def test_they_hold_up_nobody(self, callee, connection, say):
         with contextlib.ExitStack() as stack:
             self.hold(stack, callee.server, 100, say)
-            assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+            assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
             assert len(callee.server._connections) == 1
 
     def test_who_does_not_know_the_secret_is_hung_up_on(self, callee):
         with dial(callee.server) as stranger:
-            answer = Answer(b"guess", "caller", "callee")
+            answer = ClientHandshake(b"guess", "caller", "callee")
             stranger.sendall(answer.hello)
             assert stranger.recv(CHALLENGE_SIZE)
             stranger.sendall(b"\0" * 32)
@@ -348,8 +350,8 @@ class TestStrangers:
         with dial(callee.server) as stranger:
             assert stranger.recv(1) == b""
 
-    def test_a_thousand_that_come_and_go_leave_no_descriptor(self, callee, lane):
-        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+    def test_a_thousand_that_come_and_go_leave_no_descriptor(self, callee, connection):
+        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
 
         def descriptors():
             return len(os.listdir("/proc/self/fd"))
@@ -359,7 +361,7 @@ class TestStrangers:
             with dial(callee.server) as stranger:
                 stranger.sendall(b"rayrpc 1" + b"y" * 40)
         assert eventually(lambda: descriptors() <= before)
-        assert lane.call(frame(2, b"x")).wait(PATIENCE).data == b"x"
+        assert connection.call(frame(2, b"x")).wait(PATIENCE).data == b"x"
 
     def test_it_listens_at_the_nodes_address_alone(self, callee):
         for listener in callee.server._listeners:
@@ -386,10 +388,10 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         unix, port = process.stdout.readline().split()
         server = type("Server", (), {"unix": unix, "port": int(port)})
         owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
-        lane = Lane(Member("callee", "bob", 1), owner, threads, Watch())
-        assert lane.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
-        big = [lane.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
+        big = [connection.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
         start = time.monotonic()
         with pytest.raises(TimeoutError):
             big[0].wait(0.3)
@@ -398,7 +400,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         assert all(len(call.wait(PATIENCE).buffers[0]) == 500_000 for call in big)
     finally:
         process.kill()
-        lane.fail(CallLostError("the test is over"))
+        connection.fail(CallLostError("the test is over"))
         process.wait()
         process.stdout.close()
         threads.close()

@@ -1,4 +1,4 @@
-"""Calls on lanes between real workers: when Ray takes over, who waits for whom, who died."""
+"""Calls on connections between real workers: when Ray takes over, who waits for whom, who died."""
 
 import contextlib
 import logging
@@ -64,19 +64,19 @@ def way_to(name):
 
 
 def cut_lane(name, how):
-    way_to(name).lane._stream._connection.shutdown(how)
+    way_to(name).connection._stream._connection.shutdown(how)
 
 
 def forget_lane(name):
-    """Let the next call open a lane as if it were the first."""
+    """Let the next call open a connection as if it were the first."""
     agent = rpc._get_current_rpc_agent()
     way = agent._transport._peers.pop(agent.lookup(name).token, None)
     if way is not None:
-        way.lane.fail(errors.CallLostError("forgotten"))
+        way.connection.fail(errors.CallLostError("forgotten"))
 
 
 def close_door(name):
-    """Let a worker accept no lanes any more, and have none to it from here."""
+    """Let a worker accept no connections any more, and have none to it from here."""
 
     def close():
         for listener in rpc._get_current_rpc_agent()._transport._server._listeners:

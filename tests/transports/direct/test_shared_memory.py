@@ -1,4 +1,4 @@
-"""Memory that the ends of a lane share: what goes by it, whose it is, when it is used again."""
+"""Shared memory of a connection: which buffers use it, who owns it, when it is reused."""
 
 import errno
 import gc
@@ -46,7 +46,7 @@ def pass_message(sender, receiver, buffers=(), call_id=1):
 
 
 def echo(stream):
-    """Answer one call with what it brought; return where that lay."""
+    """ClientHandshake one call with what it brought; return where that lay."""
     message = read(stream)
     place, call = message.place, message.frame()
     del message
@@ -276,11 +276,11 @@ class TestUsingAgain:
         messages = [pass_message(near, far, [bytes(LARGE)], i) for i in range(3)]
         del messages[1:]
         pass_message(far, near)
-        near.rest()
+        near.trim()
         pass_message(near, far)
         assert mappings() == before + 6
         monkeypatch.setattr(shared_memory, "KEPT_SECONDS", -1)
-        near.rest()
+        near.trim()
         pass_message(near, far)
         assert mappings() == before + 2
         assert contents(messages[0]) == [bytes(LARGE)]

@@ -10,9 +10,9 @@ import pytest
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.direct.auth import Answer, AuthenticationError, Greeting
-from rayrpc._transports.direct.send_queue import Outbox
-from rayrpc._transports.direct.wire import CAPACITY, Inbox, message_parts, prepare
+from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake, ServerHandshake
+from rayrpc._transports.direct.send_queue import SendQueue
+from rayrpc._transports.direct.wire import CAPACITY, MessageReader, message_parts, prepare
 
 SECRET = b"s" * 32
 
@@ -84,7 +84,7 @@ class TestReading:
                 ends[0].sendall(stream[start : start + piece])
 
         threading.Thread(target=write, daemon=True).start()
-        inbox = Inbox(ends[1])
+        inbox = MessageReader(ends[1])
         for expected in sent:
             message = read(inbox)
             got = message.frame()
@@ -96,13 +96,13 @@ class TestReading:
             for part in to_parts(1, frame(1, b"", [b"x" * size])):
                 threading.Thread(target=ends[0].sendall, args=(part,), daemon=True).start()
                 time.sleep(0.05)
-            inbox = Inbox(ends[1])
+            inbox = MessageReader(ends[1])
             (buffer,) = read(inbox).buffers
             buffer[0] = 7
             assert bytes(buffer[:2]) == b"\x07x"
 
     def test_a_read_comes_back_when_nothing_arrives_and_goes_on_later(self, ends):
-        inbox = Inbox(ends[1])
+        inbox = MessageReader(ends[1])
         (part,) = to_parts(5, frame(5, b"data"))
         ends[0].sendall(part[:30])
         with pytest.raises(TimeoutError):
@@ -111,7 +111,7 @@ class TestReading:
         assert inbox.read().frame().data == b"data"
 
     def test_the_end_of_the_connection_is_an_end_of_file(self, ends):
-        inbox = Inbox(ends[1])
+        inbox = MessageReader(ends[1])
         ends[0].sendall(to_parts(5, frame(5))[0][:20])
         ends[0].close()
         with pytest.raises(EOFError):
@@ -119,18 +119,18 @@ class TestReading:
 
     def test_a_note_that_a_reply_comes_elsewhere_has_no_head(self, ends):
         ends[0].sendall(message_parts(9, b"", [])[0])
-        message = Inbox(ends[1]).read()
+        message = MessageReader(ends[1]).read()
         assert (message.number, message.head, message.buffers) == (9, b"", [])
 
 
 class TestWriting:
     def test_what_many_threads_send_arrives_once_each(self, ends, threads):
-        outbox = Outbox(ends[0], threads, lambda unsent: None)
+        outbox = SendQueue(ends[0], threads, lambda unsent: None)
         sent = list(messages())
         parts = [threading.Thread(target=self.send, args=(outbox, sent[i::6])) for i in range(6)]
         for thread in parts:
             thread.start()
-        inbox = Inbox(ends[1])
+        inbox = MessageReader(ends[1])
         got = {message.number: message.frame() for message in (read(inbox) for _ in sent)}
         assert len(got) == len(sent)
         for expected in sent:
@@ -141,18 +141,18 @@ class TestWriting:
             outbox.send(each.call_id, to_parts(each.call_id, each))
 
     def test_a_peer_that_does_not_read_never_holds_the_sender(self, ends, threads):
-        outbox = Outbox(ends[0], threads, lambda unsent: None)
+        outbox = SendQueue(ends[0], threads, lambda unsent: None)
         start = time.monotonic()
         for i in range(40):
             outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 100_000])))
         assert time.monotonic() - start < 2
         assert not outbox.is_empty
-        inbox = Inbox(ends[1])
+        inbox = MessageReader(ends[1])
         assert [read(inbox).number for _ in range(40)] == list(range(40))
 
     def test_a_cut_tells_which_messages_were_not_sent(self, ends, threads):
         broken = []
-        outbox = Outbox(ends[0], threads, broken.append)
+        outbox = SendQueue(ends[0], threads, broken.append)
         for i in range(10):
             outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 200_000])))
         ends[1].close()
@@ -174,12 +174,12 @@ def greet(callee, caller):
 
 class TestGreeting:
     def test_members_let_one_another_in(self):
-        callee = Greeting(SECRET, "bob")
-        greet(callee, Answer(SECRET, "alice", "bob"))
+        callee = ServerHandshake(SECRET, "bob")
+        greet(callee, ClientHandshake(SECRET, "alice", "bob"))
         assert callee.done
 
     def test_it_may_come_byte_by_byte(self):
-        callee, caller = Greeting(SECRET, "bob"), Answer(SECRET, "alice", "bob")
+        callee, caller = ServerHandshake(SECRET, "bob"), ClientHandshake(SECRET, "alice", "bob")
         challenge = b"".join(callee.receive(bytes([b])) for b in caller.hello)
         for byte in caller.receive(challenge):
             assert not callee.done
@@ -187,7 +187,7 @@ class TestGreeting:
         assert callee.done
 
     def test_a_caller_without_the_secret_is_refused(self):
-        callee, stranger = Greeting(SECRET, "bob"), Answer(b"guess", "alice", "bob")
+        callee, stranger = ServerHandshake(SECRET, "bob"), ClientHandshake(b"guess", "alice", "bob")
         challenge = callee.receive(stranger.hello)
         with pytest.raises(AuthenticationError, match="secret"):
             stranger.receive(challenge)
@@ -196,28 +196,28 @@ class TestGreeting:
         assert not callee.done
 
     def test_a_callee_without_the_secret_is_refused(self):
-        caller = Answer(SECRET, "alice", "bob")
+        caller = ClientHandshake(SECRET, "alice", "bob")
         with pytest.raises(AuthenticationError):
-            caller.receive(Greeting(b"guess", "bob").receive(caller.hello))
+            caller.receive(ServerHandshake(b"guess", "bob").receive(caller.hello))
 
     def test_a_proof_is_good_for_one_connection_only(self):
-        caller = Answer(SECRET, "alice", "bob")
-        proof = caller.receive(Greeting(SECRET, "bob").receive(caller.hello))
-        again = Greeting(SECRET, "bob")
+        caller = ClientHandshake(SECRET, "alice", "bob")
+        proof = caller.receive(ServerHandshake(SECRET, "bob").receive(caller.hello))
+        again = ServerHandshake(SECRET, "bob")
         again.receive(caller.hello)
         with pytest.raises(AuthenticationError):
             again.receive(proof)
 
     def test_a_proof_of_the_callee_is_none_of_a_caller(self):
-        callee, caller = Greeting(SECRET, "bob"), Answer(SECRET, "alice", "bob")
+        callee, caller = ServerHandshake(SECRET, "bob"), ClientHandshake(SECRET, "alice", "bob")
         challenge = callee.receive(caller.hello)
         with pytest.raises(AuthenticationError):
             callee.receive(challenge[32:])
 
     def test_who_wants_another_worker_is_refused(self):
         with pytest.raises(AuthenticationError, match="another"):
-            Greeting(SECRET, "bob").receive(Answer(SECRET, "alice", "carol").hello)
+            ServerHandshake(SECRET, "bob").receive(ClientHandshake(SECRET, "alice", "carol").hello)
 
     def test_garbage_is_refused_at_its_first_bytes(self):
         with pytest.raises(AuthenticationError):
-            Greeting(SECRET, "bob").receive(b"GET / HTTP/1.1\r\n")
+            ServerHandshake(SECRET, "bob").receive(b"GET / HTTP/1.1\r\n")

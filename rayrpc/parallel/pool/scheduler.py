@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from rayrpc.parallel.pool.tasks import Result, Task
 
-__all__ = ["Board"]
+__all__ = ["Scheduler"]
 
 # So much work is given at a time; a message costs a tenth of it.
 GIVE_SECONDS = 0.002
@@ -32,7 +32,7 @@ _Answer = tuple[Any, str, list[Task]]  # what completes with the tasks, of whom,
 
 @dataclass
 class _Worker:
-    """What the board knows of a worker.
+    """What the scheduler knows of a worker.
 
     Args:
         room (int | None): how many more tasks it takes in its life.
@@ -55,7 +55,7 @@ class _Worker:
     was_late: bool = False
 
 
-class Board:
+class Scheduler:
     """Hand out tasks.
 
     Args:
