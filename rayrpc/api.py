@@ -28,6 +28,7 @@ from rayrpc._runtime.all_gather import (
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
+from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import NotInitializedError, RpcError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
@@ -251,16 +252,16 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 # -- calls --------------------------------------------------------------------------------------
 
 
-def _prepare(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def _prepare(func: Any, args: Any, kwargs: Any) -> Invocation:
     if not callable(func):
         raise TypeError("function should be callable.")
     args, kwargs = args or (), kwargs or {}
     if _default_pickler is _internal_rpc_pickler:
-        return func, args, kwargs
+        return Invocation(func, args, kwargs)
     data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args, kwargs))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     run = internal.run_pickled_async if is_async else internal.run_pickled
-    return run, (data, tensors), {}
+    return Invocation(run, (data, tensors))
 
 
 def rpc_sync(
@@ -288,7 +289,7 @@ def rpc_sync(
     """
     agent = _initialized()
     return agent.caller.sync(
-        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
 
 
@@ -306,7 +307,7 @@ def rpc_async(
     """
     agent = _initialized()
     future = agent.caller.future(
-        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
     futures = getattr(_thread_local_var, "future_list", None)
     if futures is not None:
@@ -328,7 +329,7 @@ def remote(
     """
     agent = _initialized()
     return agent.caller.remote(
-        agent.lookup(to), *_prepare(func, args, kwargs), agent.seconds(timeout)
+        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
 
 
@@ -373,7 +374,7 @@ def get_rpc_timeout() -> float:
 def _set_rpc_timeout(rpcTimeoutSeconds: float) -> None:
     """Set the default timeout of calls in seconds; 0: none."""
     agent = _get_current_rpc_agent()
-    agent.rpc_timeout = agent.seconds(rpcTimeoutSeconds)
+    agent.rpc_timeout = agent.resolve_timeout(rpcTimeoutSeconds) or 0.0
 
 
 @_require_initialized
@@ -401,7 +402,7 @@ def _gather_to_leader(
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
         states.gathered_objects[worker_name] = obj
-    _get_current_rpc_agent().wake()
+    _get_current_rpc_agent().notify()
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
@@ -409,7 +410,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
         states = _all_gather_sequence_id_to_states[sequence_id]
     states.gathered_objects = objects_map
     states.proceed_signal.set()
-    _get_current_rpc_agent().wake()
+    _get_current_rpc_agent().notify()
 
 
 @_require_initialized

@@ -6,6 +6,7 @@ import time
 
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._transports.memory import MemoryDirectory, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
@@ -40,13 +41,13 @@ class Node:
         return self.agent.member
 
     def sync(self, to, func, *args, timeout=WAIT):
-        return self.agent.caller.sync(self.find(to), func, args, {}, timeout)
+        return self.agent.caller.sync(self.find(to), Invocation(func, args), timeout)
 
     def future(self, to, func, *args, timeout=WAIT):
-        return self.agent.caller.future(self.find(to), func, args, {}, timeout)
+        return self.agent.caller.future(self.find(to), Invocation(func, args), timeout)
 
     def remote(self, to, func, *args, timeout=WAIT):
-        return self.agent.caller.remote(self.find(to), func, args, {}, timeout)
+        return self.agent.caller.remote(self.find(to), Invocation(func, args), timeout)
 
     def find(self, to):
         return self.agent.lookup(to.name if isinstance(to, Node) else to)

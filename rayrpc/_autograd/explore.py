@@ -35,7 +35,7 @@ def explore_all(context: DistAutogradContext, root: Entry) -> dict[int, set[int]
                     told += leads
             if unknown:
                 args = (context.id, unknown)
-                asked.append(call_outside(worker, _explore, args, agent.rpc_timeout))
+                asked.append(call_outside(worker, _explore, args, agent.default_timeout))
         found = told + (_explore(context.id, here) if here else [])
         release_reader()
         for answer in asked:

@@ -22,6 +22,7 @@ from rayrpc._autograd.context import DistAutogradContext, Sent
 from rayrpc._autograd.functions import Recorder, receive
 from rayrpc._runtime import current
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
+from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import RpcError
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class GradContexts(Hook):
             if self._tells:
                 return
             self._tells = True
-        self._agent.soon(self._tell_late)
+        self._agent.submit(self._tell_late)
 
     def _tell_late(self) -> None:
         """Tell who was not called for a while, until everybody is told."""
@@ -210,7 +211,7 @@ class GradContexts(Hook):
                     continue
                 args = context_ids, self._me
                 with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left
-                    call_outside(worker, _released, args, self._agent.rpc_timeout)
+                    call_outside(worker, _released, args, self._agent.default_timeout)
 
     def _hear(self, context_ids: list[int], by: int) -> None:
         for context_id in context_ids:
@@ -250,13 +251,13 @@ class GradContexts(Hook):
     def wants(self) -> bool:
         return _here.context is not None
 
-    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
-        builtin = torch.jit._builtins._find_builtin(call.func) is not None
+    def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        builtin = torch.jit._builtins._find_builtin(call.invocation.func) is not None
         recorder = Recorder(self._next_message(), parameters=builtin)
         call.notes[AUTOGRAD] = self.here(), recorder
         return recorder
 
-    def encoded(self, call: OutgoingCall) -> None:
+    def after_encode(self, call: OutgoingCall) -> None:
         context, recorder = call.notes[AUTOGRAD]
         context.note_sent(recorder, call.to.id)
         context.known.add(call.to.id)
@@ -268,10 +269,10 @@ class GradContexts(Hook):
                 over = self._to_tell.pop(call.to.id, ())
         call.meta[AUTOGRAD] = context.id, recorder.message_id, over
 
-    def future(self, call: OutgoingCall) -> Any:
+    def make_future(self, call: OutgoingCall) -> Any:
         return ContextFuture(call.notes[AUTOGRAD][0])
 
-    def receive(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
         context_id, message_id, over = call.meta[AUTOGRAD]
         if over:
             self._hear(over, call.src)
@@ -286,17 +287,17 @@ class GradContexts(Hook):
         self._join(context, message_id, call.src)
         return _Inside(context)
 
-    def missed(self, src: int, meta: Any) -> None:
+    def on_undecodable(self, src: int, meta: Any) -> None:
         self._hear(meta[2], src)
 
-    def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
         return _Inside(call.notes[AUTOGRAD][0])
 
-    def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
         recorder = call.notes[AUTOGRAD][1] = Recorder(self._next_message(), parameters=False)
         return recorder
 
-    def replied(self, call: IncomingCall) -> None:
+    def after_encode_reply(self, call: IncomingCall) -> None:
         context, recorder = call.notes[AUTOGRAD]
         if context.note_sent(recorder, call.src):
             leads: dict[Sent, list[Sent]] = {}
@@ -304,7 +305,7 @@ class GradContexts(Hook):
                 leads = context.all_leads(self._me, recorder.message_id)
             call.reply_meta[AUTOGRAD] = recorder.message_id, leads
 
-    def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
+    def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         message_id, leads = meta
         context = call.notes[AUTOGRAD][0]
         self._join(context, message_id, call.to.id)
@@ -342,18 +343,18 @@ def find_context(context_id: int) -> DistAutogradContext:
     return context
 
 
-def call_outside(worker: int, func: Any, args: Any, timeout: float) -> Any:
+def call_outside(worker: int, func: Any, args: Any, timeout: float | None) -> Any:
     """Call a worker outside of all contexts; return the Future."""
     agent = current.get_agent()
     with _Inside(None):
-        return agent.caller.future(agent.lookup(worker), func, args, {}, timeout)
+        return agent.caller.future(agent.lookup(worker), Invocation(func, args), timeout)
 
 
-def start_outside(worker: int, func: Any, args: Any, timeout: float) -> Callable[..., Any]:
+def start_outside(worker: int, func: Any, args: Any, timeout: float | None) -> Callable[..., Any]:
     """Call a worker outside of all contexts; return what waits for the result; see ``start``."""
     agent = current.get_agent()
     with _Inside(None):
-        return agent.caller.start(agent.lookup(worker), func, args, {}, timeout)
+        return agent.caller.start(agent.lookup(worker), Invocation(func, args), timeout)
 
 
 def _released(context_ids: list[int], by: int) -> None:

@@ -15,7 +15,6 @@ from rayrpc._autograd.explore import explore_all
 from rayrpc._autograd.graph import Entry
 from rayrpc._autograd.hook import call_outside, contexts, find_context, start_outside
 from rayrpc._autograd.participant import (
-    NO_TIMEOUT,
     Gradients,
     Pass,
     begin_part,
@@ -71,7 +70,7 @@ class LedPass(Pass):
                 for call in asked[:-1]:
                     super()._call(*call)
                 worker, func, args = asked[-1]
-                wait = start_outside(worker, func, args, NO_TIMEOUT)
+                wait = start_outside(worker, func, args, None)
                 self._answered(worker, functools.partial(wait, self._is_ended))
         except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
@@ -84,7 +83,7 @@ class LedPass(Pass):
     def fail(self, error: BaseException) -> bool:
         """End the pass with an error, unless it is over, and everybody's part of it."""
         if super().fail(error):
-            self._agent.soon(self._call_off)
+            self._agent.submit(self._call_off)
         return True
 
     def _call_off(self) -> None:
@@ -92,7 +91,7 @@ class LedPass(Pass):
         for worker in self._parts:
             if worker not in self._to_tell and self._agent.find(worker) is not None:
                 with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left
-                    call_outside(worker, give_up, (self._context.id, self.id, why), NO_TIMEOUT)
+                    call_outside(worker, give_up, (self._context.id, self.id, why), None)
 
     def _take_asked(self) -> list[tuple[int, Any, Any]]:
         """Return the calls to make now; none: this thread makes no more."""

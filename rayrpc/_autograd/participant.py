@@ -37,9 +37,7 @@ from rayrpc._autograd.hook import call_outside, contexts, find_context
 from rayrpc._runtime import current
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["Gradients", "NO_TIMEOUT", "Pass", "begin_part", "give_up"]
-
-NO_TIMEOUT = 0.0  # a part may take long; that a worker dies is noticed
+__all__ = ["Gradients", "Pass", "begin_part", "give_up"]
 
 #: gradients of the tensors of messages, None for a tensor that was not used, by message
 Gradients = dict[int, Sequence[torch.Tensor | None]]
@@ -169,7 +167,7 @@ class Pass:
         self._call(worker, func, (self._context.id, self.id, *args))
 
     def _call(self, worker: int, func: Any, args: Any) -> None:
-        call_outside(worker, func, args, NO_TIMEOUT).add_done_callback(
+        call_outside(worker, func, args, None).add_done_callback(
             lambda answer: self._answered(worker, answer.value)
         )
 
@@ -196,7 +194,7 @@ class Pass:
         """Tell the leader of an error when no answer will."""
         told = error if isinstance(error, WorkerDiedError) else self._error_here(error)
         with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
-            call_outside(self._leader, give_up, (self._context.id, self.id, told), NO_TIMEOUT)
+            call_outside(self._leader, give_up, (self._context.id, self.id, told), None)
 
     def answer(self, back: Gradients, source: int) -> Any:
         """Return what to answer to gradients from ``source``, a Future; see ``feed``."""

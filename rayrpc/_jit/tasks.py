@@ -29,7 +29,6 @@ from rayrpc.rref import RRef
 __all__ = ["start"]
 
 PREFIX = "fork-"  # of the names of workers that serve only tasks
-NO_TIMEOUT = 0.0  # a task may take long; that a worker dies is noticed
 
 _Module: Any = torch.nn.Module
 
@@ -154,7 +153,7 @@ def _send(func: Any, args: Any, kwargs: Any, grad: bool, result: Any) -> None:
     worker = _workers.take()
     try:
         task, leaves = _pack(func, args, kwargs, grad, worker)
-        future = call_outside(current.get_agent().lookup(worker).id, _run, (task,), NO_TIMEOUT)
+        future = call_outside(current.get_agent().lookup(worker).id, _run, (task,), None)
     except BaseException:
         _workers.give_back(worker)
         raise
@@ -278,7 +277,7 @@ class _Forked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         args = (ctx.graph, gradients)
         owner = ctx.graph.owner().id
-        return None, None, *start_outside(owner, _backward, args, NO_TIMEOUT)()
+        return None, None, *start_outside(owner, _backward, args, None)()
 
 
 _forked: Any = _Forked

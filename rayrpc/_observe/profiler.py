@@ -42,12 +42,12 @@ class ProfilerHook(Hook):
     def wants(self) -> bool:
         return _profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled
 
-    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+    def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         if call.mode == "fetch":
             return contextlib.nullcontext()
-        key = profiling_key(call.mode, _name_of(call.func), call.src.name, call.to.name)
+        key = profiling_key(call.mode, _name_of(call.invocation.func), call.src.name, call.to.name)
         record = call.notes[self.name] = torch.autograd.profiler.record_function(key)
         return record
 
-    def sent(self, call: OutgoingCall, future: Any) -> Any:
+    def after_send(self, call: OutgoingCall, future: Any) -> Any:
         return call.notes[self.name]._call_end_callbacks_on_future(future)

@@ -103,7 +103,7 @@ class Agent:
             self._slots,
             self._shares_main,
             self._name_of,
-            lambda: self.rpc_timeout,
+            lambda: self.default_timeout,
             hooks,
         )
         for hook in hooks:
@@ -183,11 +183,11 @@ class Agent:
         """Return all members, by id."""
         return sorted(self._members.values(), key=lambda m: m.id)
 
-    def lost(self, member: Member) -> WorkerDiedError | None:
+    def death_of(self, member: Member) -> WorkerDiedError | None:
         """Return why a member is gone, if it is."""
         return self._lost.get(member.token)
 
-    def lost_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
+    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
         """Return why a worker given by its WorkerInfo is gone, if it is."""
         former = self._former.get(info.name)
         return self._lost.get(former.token) if former is not None else None
@@ -199,14 +199,22 @@ class Agent:
         member = self.lookup(worker_id)
         return WorkerInfo(member.name, member.id)
 
-    def seconds(self, timeout: float) -> float:
-        """Return a call's timeout in seconds, 0 for none, with the default filled in.
+    @property
+    def default_timeout(self) -> float | None:
+        """The timeout in seconds of calls that name none; None: they have none."""
+        return self.rpc_timeout or None
+
+    def resolve_timeout(self, timeout: float) -> float | None:
+        """Return a call's timeout in seconds; None: it has none.
+
+        Args:
+            timeout: as the user gives it: -1 is the default, 0 is none.
 
         Raises:
             TypeError, ValueError: it is no number, or negative (-1 stands for the default).
         """
         if timeout == -1:
-            return self.rpc_timeout
+            return self.default_timeout
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
         if not timeout >= 0:
@@ -214,7 +222,7 @@ class Agent:
                 f"timeout must be 0 (none) or more seconds, got {timeout}; leave it out for the "
                 "default"
             )
-        return timeout
+        return timeout or None
 
     def _name_of(self, worker_id: int) -> str:
         member = self._members.get(worker_id)
@@ -284,7 +292,7 @@ class Agent:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def wait_members(self, ready: Any, timeout: float | None) -> bool:
+    def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
         """Wait until ``ready()``, looking again whenever the membership changes."""
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -295,12 +303,12 @@ class Agent:
                 self._changed.wait(left)
         return True
 
-    def soon(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
         """Run a task in a thread of this worker."""
         self._threads.submit(task)
 
-    def wake(self) -> None:
-        """Let ``wait_members`` look again."""
+    def notify(self) -> None:
+        """Have ``wait_until`` check its condition."""
         with self._changed:
             self._changed.notify_all()
 

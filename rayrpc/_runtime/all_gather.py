@@ -85,7 +85,7 @@ def gather(
                 _refuse_dead(agent, names - living)
             leader = min(living)
             if leader == me:
-                if not agent.wait_members(lambda: not absent(), patience):
+                if not agent.wait_until(lambda: not absent(), patience):
                     raise GroupError(
                         f"Workers {absent()} did not come to a gathering of {sorted(names)} in "
                         f"{patience} s. They are alive: call the same function on each of them."
@@ -105,7 +105,7 @@ def gather(
             def settled(leader: str = leader) -> bool:
                 return states.proceed_signal.is_set() or leader not in _living(agent, names)
 
-            if not agent.wait_members(settled, patience):
+            if not agent.wait_until(settled, patience):
                 raise GroupError(
                     f"{leader!r}, which leads a gathering of {sorted(names)}, did not hear from "
                     f"all of them in {patience} s. Call the same function on each of them."
@@ -154,6 +154,6 @@ def _living(agent: Any, names: set[str]) -> set[str]:
 
 def _refuse_dead(agent: Agent, names: set[str]) -> None:
     for name in sorted(names):
-        error = agent.lost(agent.lookup(name))
+        error = agent.death_of(agent.lookup(name))
         if error is not None:
             raise error

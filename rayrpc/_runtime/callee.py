@@ -22,6 +22,7 @@ from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.serialization.codec import Codec
@@ -127,24 +128,23 @@ class Callee:
     def _run(self, frame: Frame, cell: Cell | None) -> Frame | Deferred:
         call: IncomingCall | None = None
         try:
-            func, args, kwargs = self._codec.decode(frame.data, frame.buffers, frame.forks)
+            invocation = Invocation(*self._codec.decode(frame.data, frame.buffers, frame.forks))
             frame.data, frame.buffers = b"", []
             if frame.forks:
                 self._confirm(frame)
-            key = LatencyProfile.key(func, args)
+            key = LatencyProfile.key(invocation.func, invocation.args)
             is_quick = self._quick.is_quick(key)
             if not is_quick:
                 release_reader(briefly=self._short.is_quick(key))
             start = perf_counter()
             if frame.meta:
-                call = IncomingCall(frame.src, func, args, kwargs, frame.meta)
-                del args, kwargs
-                with self._hooked(call, "receive"):
-                    value = _invoke(func, call.args, call.kwargs, frame.is_async)
-                call.args, call.kwargs = (), {}  # what they hold may be needed no longer
+                call = IncomingCall(frame.src, invocation, frame.meta)
+                with self._hooked(call, "before_run"):
+                    value = _invoke(invocation, frame.is_async)
+                call.invocation = None
             else:
-                value = _invoke(func, args, kwargs, frame.is_async)
-                del args, kwargs
+                value = _invoke(invocation, frame.is_async)
+            del invocation  # its arguments may be needed no longer
             seconds = perf_counter() - start
             self._quick.record(key, seconds, self.active == 1)
             if not is_quick:
@@ -195,7 +195,7 @@ class Callee:
             deferred.set(reply)
 
         if call is not None:
-            coroutine = stepwise(coroutine, lambda: self._hooked(call, "resume"))
+            coroutine = stepwise(coroutine, lambda: self._hooked(call, "before_resume"))
         self._coroutines.submit(coroutine, ended)
         return deferred
 
@@ -224,7 +224,7 @@ class Callee:
     def _confirm(self, frame: Frame) -> None:
         """Wait until the RRefs among the arguments are confirmed, as torch does."""
         self._rrefs.flush(but=frame.src)
-        timeout = self._rpc_timeout() or None
+        timeout = self._rpc_timeout()
         if not self._rrefs.wait_confirmed(frame.forks, timeout):
             raise CallTimeoutError(
                 f"RPC worker {self._me.name!r} waited {timeout} s for the owner of an RRef among "
@@ -238,7 +238,7 @@ class Callee:
     def _miss(self, frame: Frame) -> None:
         meta = frame.meta or {}
         for hook in self._taking_part(meta):
-            hook.missed(frame.src, meta[hook.name])
+            hook.on_undecodable(frame.src, meta[hook.name])
 
     def _taking_part(self, meta: dict[str, Any]) -> list[Hook]:
         return [hook for hook in self._hooks if hook.name in meta]
@@ -256,9 +256,9 @@ class Callee:
                 "made it is gone"
             )
             return self._error(frame, error)
-        call = IncomingCall(frame.src, None, (), {}, frame.meta) if frame.meta else None
+        call = IncomingCall(frame.src, None, frame.meta) if frame.meta else None
         if call is not None:
-            with self._hooked(call, "receive"):
+            with self._hooked(call, "before_run"):
                 pass  # it has no function to run
         if cell.outcome is not None:
             return self._fetched(frame, cell.outcome, call)
@@ -281,10 +281,10 @@ class Callee:
             if call is None:
                 payload = self._codec.encode(value, frame.src, shares_main, devices)
             else:
-                with self._hooked(call, "reply"):
+                with self._hooked(call, "before_reply"):
                     payload = self._codec.encode(value, frame.src, shares_main, devices)
                 for hook in self._taking_part(call.meta):
-                    hook.replied(call)
+                    hook.after_encode_reply(call)
                 meta = call.reply_meta or None
         except NoDeviceError as exc:
             return self._error(frame, refuse(exc.device, "Response", self._name_of(frame.src)))
@@ -324,12 +324,13 @@ _AnyFuture: Any = Future.__mro__[1]
 _NONE = Payload(pickle.dumps(None, 5), [])
 
 
-def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
+def _invoke(invocation: Invocation, is_async: bool) -> Any:
+    func: Any = invocation.func
     inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
     if isinstance(inner, torch.jit.ScriptFunction):
-        return _invoke_scripted(inner, args, kwargs)
+        return _invoke_scripted(inner, invocation)
     try:
-        return func(*args, **kwargs)
+        return invocation()
     except TypeError as exc:
         if torch.jit._builtins._find_builtin(func) is None:
             raise
@@ -339,12 +340,13 @@ def _invoke(func: Any, args: Any, kwargs: Any, is_async: bool) -> Any:
         ) from exc
 
 
-def _invoke_scripted(func: Any, args: Any, kwargs: Any) -> Any:
+def _invoke_scripted(func: Any, invocation: Invocation) -> Any:
     """Run a scripted function, or the Python function that it was made from.
 
     The original runs where the compiled one cannot: compiled RPC operators need a native agent,
     and compiled code takes no number for a tensor, as torch's own RPC examples pass it.
     """
+    _, args, kwargs = invocation
     original = getattr(func, "_torchdynamo_inline", None)
     if original is not None and _calls_rpc(func):
         return original(*args, **kwargs)

@@ -24,6 +24,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.serialization.codec import Codec
@@ -33,6 +34,9 @@ from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
 __all__ = ["Caller", "Way"]
+
+#: a fetch runs nothing
+NOTHING = Invocation(lambda: None)
 
 # How often a blocking call looks whether its own worker was shut down meanwhile.
 LOOK_SECONDS = 0.5
@@ -68,7 +72,9 @@ class _Open:
             self.caller._threads.submit(lambda: self.caller._finish(self, outcome))
 
 
-def _timed_out(timeout: float) -> CallTimeoutError:
+def _timed_out(timeout: float | None) -> CallTimeoutError:
+    if timeout is None:
+        return CallTimeoutError("the caller of this RPC stopped waiting for its reply")
     # torch's text; programs look for it
     return CallTimeoutError(
         f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
@@ -128,12 +134,12 @@ class Caller:
 
     # -- the three ways to call ---------------------------------------------------------------
 
-    def sync(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
-        """Run a function on a worker and return its value; ``timeout`` 0 is none."""
-        return self.start(to, func, args, kwargs, timeout)()
+    def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
+        """Run a function on a worker and return its value; ``timeout`` in seconds."""
+        return self.start(to, invocation, timeout)()
 
     def start(
-        self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float
+        self, to: Member, invocation: Invocation, timeout: float | None
     ) -> Callable[..., Any]:
         """Run a function on a worker; return what waits for its value, to be called once.
 
@@ -141,64 +147,64 @@ class Caller:
         """
         hooks = self._wanted()
         if not hooks:
-            is_async, payload = self._encode(to, func, args, kwargs)
+            is_async, payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
             return self._post(to, frame, timeout, payload.lent)
         if any(hook.needs_future for hook in hooks):
-            future = self.future(to, func, args, kwargs, timeout, "sync")
+            future = self.future(to, invocation, timeout, "sync")
             return lambda unwanted=None: future.wait()
-        call = self._outgoing("sync", to, func, args, kwargs)
+        call = self._outgoing("sync", to, invocation)
         with self._sending(call, hooks):
-            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            is_async, payload = self._encode(to, call.invocation)
             frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
         return self._post(to, frame, timeout, payload.lent, call)
 
     def future(
-        self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float, mode: str = "async"
+        self, to: Member, invocation: Invocation, timeout: float | None, mode: str = "async"
     ) -> Any:
         """Run a function on a worker and return a Future of its value."""
         hooks = self._wanted()
         if not hooks:
             future: Any = Future()
             done = functools.partial(complete, future)
-            is_async, payload = self._encode(to, func, args, kwargs)
+            is_async, payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
             self._start(to, frame, timeout, payload.lent, done)
             return future
-        call = self._outgoing(mode, to, func, args, kwargs)
+        call = self._outgoing(mode, to, invocation)
         with self._sending(call, hooks):
-            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            is_async, payload = self._encode(to, call.invocation)
             frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
-            special = [made for hook in hooks if (made := hook.future(call)) is not None]
+            special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
             done = functools.partial(complete, future)
             self._start(to, frame, timeout, payload.lent, done, call)
             for hook in hooks:
-                future = hook.sent(call, future)
+                future = hook.after_send(call, future)
         return future
 
-    def remote(self, to: Member, func: Any, args: Any, kwargs: Any, timeout: float) -> Any:
+    def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
         """Run a function on a worker, which keeps the value; return the RRef."""
-        call = self._outgoing("remote", to, func, args, kwargs)
+        call = self._outgoing("remote", to, invocation)
         hooks = self._wanted()
         with self._sending(call, hooks):
             # encode first: an argument that cannot be sent must not leave an RRef behind
-            is_async, payload = self._encode(to, call.func, call.args, call.kwargs)
+            is_async, payload = self._encode(to, call.invocation)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
             frame = self._frame(Kind.REMOTE, to, payload, self._encoded(call, hooks), is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
             creation = rref._creation = Cell()
             for hook in hooks:
-                rref._future = hook.sent(call, rref._get_future())
+                rref._future = hook.after_send(call, rref._get_future())
             # whether the answer is in time or late: the owner has the RRef from then on
             arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
             self._start(to, frame, timeout, payload.lent, creation.set, call, arrived)
         return rref
 
-    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float) -> Any:
+    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
         """Return a copy of the value of an RRef that a worker owns."""
         hooks = self._wanted()
-        call = self._outgoing("fetch", to, None, (), {}) if hooks else None
+        call = self._outgoing("fetch", to, NOTHING) if hooks else None
         meta = None
         if call is not None:
             with self._sending(call, hooks):
@@ -238,22 +244,23 @@ class Caller:
         return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
 
     def _sending(self, call: OutgoingCall, hooks: list[Hook]) -> AbstractContextManager[Any]:
-        return all_of([hook.send(call) for hook in hooks])
+        return all_of([hook.before_send(call) for hook in hooks])
 
     def _encoded(self, call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
         for hook in hooks:
-            hook.encoded(call)
+            hook.after_encode(call)
         return call.meta or None
 
-    def _outgoing(self, mode: str, to: Member, func: Any, args: Any, kwargs: Any) -> OutgoingCall:
-        return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, func, args, kwargs)
+    def _outgoing(self, mode: str, to: Member, invocation: Invocation) -> OutgoingCall:
+        return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, invocation)
 
-    def _encode(self, to: Member, func: Any, args: Any, kwargs: Any) -> tuple[bool, Payload]:
+    def _encode(self, to: Member, invocation: Invocation) -> tuple[bool, Payload]:
+        func = invocation.func
         is_async = hasattr(func, "_wrapped_async_rpc_function")
         try:
             devices = self._devices.of_calls(to.name)
             payload = self._codec.encode(
-                (func, args, kwargs), to.id, to.main == self._main, devices, lends=True
+                tuple(invocation), to.id, to.main == self._main, devices, lends=True
             )
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
@@ -285,7 +292,7 @@ class Caller:
         self,
         to: Member,
         frame: Frame,
-        timeout: float,
+        timeout: float | None,
         lent: tuple[Any, ...] = (),
         call: OutgoingCall | None = None,
     ) -> Callable[..., Any]:
@@ -306,7 +313,7 @@ class Caller:
         to: Member,
         number: int,
         pending: Pending,
-        timeout: float,
+        timeout: float | None,
         lent: tuple[Any, ...],
         call: OutgoingCall | None,
         unwanted: Callable[[], bool] | None = None,
@@ -322,10 +329,10 @@ class Caller:
             del self._waits[number]
 
     def _await(
-        self, pending: Pending, timeout: float, unwanted: Callable[[], bool] | None
+        self, pending: Pending, timeout: float | None, unwanted: Callable[[], bool] | None
     ) -> Frame:
-        end = time.monotonic() + timeout if timeout else math.inf
-        left = timeout or LOOK_SECONDS
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        left = LOOK_SECONDS if timeout is None else timeout
         while True:
             try:
                 return pending.wait(left if left < LOOK_SECONDS else LOOK_SECONDS)
@@ -340,7 +347,7 @@ class Caller:
         self,
         to: Member,
         frame: Frame,
-        timeout: float,
+        timeout: float | None,
         lent: tuple[Any, ...],
         done: Done,
         call: OutgoingCall | None = None,
@@ -359,7 +366,7 @@ class Caller:
         open_call = self._open[number] = _Open(self, number, to, lent, done, call, arrived)
         with self._lock:
             self.sent += 1
-        if timeout:
+        if timeout is not None:
             self._deadlines.add(number, timeout)
         self._way(to, frame).on_done(open_call.reply, urgent=arrived is None)
 
@@ -428,7 +435,7 @@ class Caller:
             if reply.meta and call is not None:
                 for hook in self._hooks:
                     if hook.name in reply.meta:
-                        value = hook.result(call, value, reply.meta[hook.name])
+                        value = hook.on_result(call, value, reply.meta[hook.name])
             return value
         raise rebuild(*pickle.loads(reply.data))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime.invocation import Invocation
 
 if TYPE_CHECKING:
     from rayrpc._runtime.agent import Agent
@@ -32,7 +33,7 @@ class OutgoingCall:
         mode (str): "sync", "async", "remote" or "fetch" (which runs nothing).
         to (WorkerInfo): the callee.
         src (WorkerInfo): the caller.
-        func, args, kwargs: what to run.
+        invocation (Invocation): what to run.
         meta (dict): what hooks send along, by hook name.
         notes (dict): what hooks remember until the result is there, by hook name.
     """
@@ -40,9 +41,7 @@ class OutgoingCall:
     mode: str
     to: WorkerInfo
     src: WorkerInfo
-    func: Any
-    args: Any
-    kwargs: Any
+    invocation: Invocation
     meta: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -53,16 +52,14 @@ class IncomingCall:
 
     Args:
         src (int): id of the caller.
-        func, args, kwargs: what to run.
+        invocation (Invocation | None): what to run; None once it has run, and for a fetch.
         meta (dict): what the caller's hooks sent.
         reply_meta (dict): what hooks send back, by hook name.
         notes (dict): what hooks remember until the reply is sent, by hook name.
     """
 
     src: int
-    func: Any
-    args: Any
-    kwargs: Any
+    invocation: Invocation | None
     meta: dict[str, Any]
     reply_meta: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -89,40 +86,40 @@ class Hook:
         """Tell whether calls made by this thread right now concern this hook."""
         return True
 
-    def send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+    def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         """Prepare a call; the context is entered while it is being sent."""
         return contextlib.nullcontext()
 
-    def encoded(self, call: OutgoingCall) -> None:
+    def after_encode(self, call: OutgoingCall) -> None:
         """Note that the call's message is complete, and about to be sent."""
 
-    def future(self, call: OutgoingCall) -> Any:
+    def make_future(self, call: OutgoingCall) -> Any:
         """Return the Future for a call, if it is to be a special one."""
         return None
 
-    def sent(self, call: OutgoingCall, future: Any) -> Any:
+    def after_send(self, call: OutgoingCall, future: Any) -> Any:
         """Return the Future to give to the user instead of ``future``, which ends with the call."""
         return future
 
-    def receive(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
         """Accept a call that has this hook's meta; the context spans the user's function."""
         return contextlib.nullcontext()
 
-    def missed(self, src: int, meta: Any) -> None:
+    def on_undecodable(self, src: int, meta: Any) -> None:
         """Note a call from a worker that had this hook's meta, but could not be decoded."""
 
-    def resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
         """Return the context of one more step of the user's function, if it is a coroutine."""
         return contextlib.nullcontext()
 
-    def reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
+    def before_reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
         """Prepare a reply with a value; the context spans its encoding."""
         return contextlib.nullcontext()
 
-    def replied(self, call: IncomingCall) -> None:
+    def after_encode_reply(self, call: IncomingCall) -> None:
         """Note that the reply is complete, and about to be sent."""
 
-    def result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
+    def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         """Return the value to give to the user instead of ``value``."""
         return value
 

@@ -15,6 +15,7 @@ import ray
 
 from rayrpc import config, startup
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect, through_client
 from rayrpc.config import WorkerResources
 from rayrpc.errors import PlacementError
@@ -24,7 +25,6 @@ from rayrpc.launch.workers import start_into
 __all__ = ["OWNER", "WorkerPool", "count_cpus"]
 
 OWNER = "owner"  # the name by which workers know the process that started them
-NO_TIMEOUT = 0.0
 LEAVE_SECONDS = 5.0
 
 
@@ -153,7 +153,7 @@ class WorkerPool:
     def call(self, name: str, func: Any, args: tuple[Any, ...]) -> Any:
         """Call a worker, without a timeout; return a Future, which fails if the worker dies."""
         member = self._agent.lookup(name)
-        return self._agent.caller.future(member, func, args, {}, NO_TIMEOUT)
+        return self._agent.caller.future(member, Invocation(func, args), None)
 
     def end(self, names: Sequence[str]) -> None:
         """End workers when what they have printed is here."""

@@ -20,6 +20,7 @@ from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
 from rayrpc._protocol.transport import PendingReply
 from rayrpc._runtime.hooks import Hook
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
 from rayrpc.errors import (
     CallError,
@@ -225,7 +226,7 @@ def test_a_call_that_takes_longer_than_its_timeout_ends_in_torchs_words(a, b):
 
 def test_who_waits_can_be_told_that_the_value_is_unwanted(a, b):
     unwanted = threading.Event()
-    wait = a.agent.caller.start(a.find(b), wait_for, ("go",), {}, 0)
+    wait = a.agent.caller.start(a.find(b), Invocation(wait_for, ("go",)), None)
     threading.Timer(0.1, unwanted.set).start()
     start = time.monotonic()
     with pytest.raises(CallTimeoutError):
@@ -236,7 +237,7 @@ def test_who_waits_can_be_told_that_the_value_is_unwanted(a, b):
 
 
 def test_a_timeout_of_zero_is_none(a, b):
-    future = a.future(b, wait_for, "x", timeout=0)
+    future = a.future(b, wait_for, "x", timeout=None)
     assert not future.done()
     event("x").set()
     assert future.wait() == "x"
@@ -268,10 +269,10 @@ def test_rrefs_in_a_reply_that_came_too_late_are_let_go(a, b):
 
 def test_the_default_timeout_is_the_options(start):
     a = start("a", rpc_timeout=7)
-    assert a.agent.seconds(-1) == 7
-    assert a.agent.seconds(0) == 0
+    assert a.agent.resolve_timeout(-1) == 7
+    assert a.agent.resolve_timeout(0) is None
     with pytest.raises(ValueError):
-        a.agent.seconds(-2)
+        a.agent.resolve_timeout(-2)
 
 
 # Threads
@@ -592,7 +593,7 @@ def test_shutdown_ends_calls_under_way_and_may_be_called_twice(a, b):
 def test_shutdown_ends_blocking_calls_of_other_threads(a, b):
     def call():
         try:
-            a.sync(b, wait_for, "x", timeout=0)
+            a.sync(b, wait_for, "x", timeout=None)
         except CallError as exc:
             keep("error", exc)
 
@@ -669,25 +670,25 @@ class Recorder(Hook):
     def __init__(self, log):
         self.log = log
 
-    def send(self, call):
+    def before_send(self, call):
         self.log.append(f"send {call.mode} {call.to.name}")
         call.meta[self.name] = "there"
-        return super().send(call)
+        return super().before_send(call)
 
-    def sent(self, call, future):
+    def after_send(self, call, future):
         self.log.append("sent")
         return future
 
-    def receive(self, call):
+    def before_run(self, call):
         self.log.append(f"receive {call.meta[self.name]}")
-        return super().receive(call)
+        return super().before_run(call)
 
     @contextlib.contextmanager
-    def reply(self, call):
+    def before_reply(self, call):
         yield
         call.reply_meta[self.name] = "back"
 
-    def result(self, call, value, meta):
+    def on_result(self, call, value, meta):
         self.log.append(f"result {meta}")
         return value * 10
 

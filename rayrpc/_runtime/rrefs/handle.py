@@ -128,7 +128,7 @@ class RRef(Generic[T]):
         self._check("to_here() on it")
         self._raise_creation_error()
         owner = self._agent.lookup(self._owner)
-        seconds = self._agent.seconds(timeout)
+        seconds = self._agent.resolve_timeout(timeout)
         return self._agent.caller.fetch(owner, self._rref_id, seconds)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -154,7 +154,7 @@ class RRef(Generic[T]):
 
     def _check(self, action: str) -> None:
         if self._fork_id is not None and not self._agent.rrefs.is_held(self._fork_id):
-            lost = self._agent.lost_owner(self._owner)
+            lost = self._agent.death_of_owner(self._owner)
             if lost is not None and current.is_set() and current.get_agent() is self._agent:
                 raise lost
             raise RpcError(

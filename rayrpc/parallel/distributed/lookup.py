@@ -55,7 +55,7 @@ def place() -> str:
     agent = current.get_agent()
     if _settled is None:  # a group that was sent to where no world is
         return agent.members()[0].name
-    error = agent.lost(_settled)
+    error = agent.death_of(_settled)
     if error is not None:
         raise error
     return _settled.name

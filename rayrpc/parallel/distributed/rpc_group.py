@@ -251,7 +251,7 @@ class RpcGroup:
         args = (meeting, lookup.here(), tuple(self.group_members))
         future = api.rpc_async(place, lookup.enter, args=args, timeout=0)
         agent = current.get_agent()
-        future.add_done_callback(lambda _: agent.wake())
+        future.add_done_callback(lambda _: agent.notify())
         for member in self.group_members:
             agent.lookup(member)
 
@@ -259,7 +259,7 @@ class RpcGroup:
             there = {member.name for member in agent.members()}
             return [name for name in self.group_members if name not in there]
 
-        agent.wait_members(lambda: future.done() or gone(), None)
+        agent.wait_until(lambda: future.done() or gone(), None)
         if not future.done():
             api.rpc_sync(place, lookup.withdraw, args=(meeting, lookup.here()))
             api.rpc_sync(gone()[0], lookup.here)  # raises what became of it

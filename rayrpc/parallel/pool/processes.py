@@ -29,7 +29,6 @@ from rayrpc.parallel.pool.tasks import Result, Task
 
 __all__ = ["CtxPool", "P2PPool", "Pool"]
 
-NO_TIMEOUT = 0.0
 AGAIN_SECONDS = 0.1  # after a connection was cut
 
 Setup = tuple[Callable[..., Any] | None, tuple[Any, ...]]

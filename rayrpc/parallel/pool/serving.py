@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from rayrpc._concurrency.outcome import Error, Value, complete
 from rayrpc._runtime import current
+from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import CallLostError, RpcError, WorkerDiedError
 from rayrpc.functions import async_execution
 from rayrpc.launch.worker_pool import OWNER
@@ -25,7 +26,6 @@ from rayrpc.parallel.pool.tasks import Result, Task
 
 __all__ = ["Order", "pools", "serve", "tell"]
 
-NO_TIMEOUT = 0.0
 AGAIN_SECONDS = 0.1  # after a connection was cut
 
 #: by the keys that workers know them by
@@ -141,7 +141,7 @@ class _Desk:
             agent = current.get_agent()
             args = (*self._who, results, again)
             try:
-                return agent.caller.sync(agent.lookup(OWNER), func, args, {}, NO_TIMEOUT)
+                return agent.caller.sync(agent.lookup(OWNER), Invocation(func, args), None)
             except CallLostError:
                 again = True
                 time.sleep(AGAIN_SECONDS)

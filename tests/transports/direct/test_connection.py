@@ -277,7 +277,9 @@ class TestCuts:
         assert call.wait(PATIENCE).data == b"by another way"
         assert connection.call(frame(3)) is None
 
-    def test_a_connection_without_its_side_channel_sends_calls_another_way(self, callee, monkeypatch):
+    def test_a_connection_without_its_side_channel_sends_calls_another_way(
+        self, callee, monkeypatch
+    ):
         def refuse(*_):
             raise OSError(24, "Too many open files")
 
