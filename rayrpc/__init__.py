@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayrpc import errors, functions, futures
-    from rayrpc._jit.awaitable import lazy
     from rayrpc._protocol.ids import WorkerInfo
     from rayrpc.api import (
         get_rpc_timeout,
         get_worker_info,
         init_rpc,
+        lazy,
         remote,
         rpc_async,
         rpc_sync,
@@ -77,12 +77,12 @@ _HOMES = {
         "get_rpc_timeout",
         "get_worker_info",
         "init_rpc",
+        "lazy",
         "remote",
         "rpc_async",
         "rpc_sync",
         "shutdown",
     ),
-    "rayrpc._jit.awaitable": ("lazy",),
     "rayrpc.rref": ("PyRRef", "RRef"),
     "rayrpc._protocol.ids": ("WorkerInfo",),
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),

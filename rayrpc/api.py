@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rayrpc import backend_registry, config, internal
+from rayrpc._autograd.leader import run_backward
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -29,6 +30,7 @@ from rayrpc._runtime.all_gather import (
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.rrefs.lazy import LazyRemote
 from rayrpc.errors import NotInitializedError, RpcError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
@@ -49,6 +51,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
+    "lazy",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -165,7 +168,9 @@ def _init_rpc_backend(
                 "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
                 f"{rpc_backend_options}"
             )
-        agent: Any = make_agent(name, rank, world_size, rpc_backend_options, config.settings())
+        agent: Any = make_agent(
+            name, rank, world_size, rpc_backend_options, config.settings(), user_api
+        )
     else:
         agent = backend_registry.init_backend(
             backend,
@@ -252,6 +257,28 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 # -- calls --------------------------------------------------------------------------------------
 
 
+class _UserApi:
+    """The functions of this module for RRefs; see ``UserApi``."""
+
+    @property
+    def rpc_sync(self) -> Callable[..., Any]:
+        return rpc_sync
+
+    @property
+    def rpc_async(self) -> Callable[..., Any]:
+        return rpc_async
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        return remote
+
+    def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
+        run_backward(context_id, roots, retain_graph)
+
+
+user_api = _UserApi()
+
+
 def _prepare(func: Any, args: Any, kwargs: Any) -> Invocation:
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -333,6 +360,22 @@ def remote(
     )
 
 
+def lazy(
+    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> Any:
+    """Run a function on a worker, and return an ``Await`` of its result.
+
+    The function starts at once.  Its result stays at the worker until it is first used, and is
+    sent to other workers as a reference.
+
+    Args: as ``rpc_sync``; ``timeout`` is for the function, and for the fetch of its result.
+
+    Returns:
+        ``LazyRemote``: errors of the call are raised where it is used.
+    """
+    return LazyRemote(remote(to, func, args, kwargs, timeout), timeout)
+
+
 @contextmanager
 def _wait_all() -> Iterator[None]:
     """Wait, at the end of this context, for the calls that ``rpc_async`` made in it."""
@@ -386,11 +429,11 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 @_require_initialized
 def _get_debug_info() -> dict[str, str]:
     """Return all counters: of RRefs, of the agent, of distributed autograd."""
-    from rayrpc import autograd
-
     agent = _get_current_rpc_agent()
     info = {**agent.rrefs.debug_info(), **agent.get_debug_info()}
-    return {**info, **autograd._get_debug_info()}
+    for hook in agent.hooks:
+        info.update(hook.debug_info())
+    return info
 
 
 # -- gathering ----------------------------------------------------------------------------------

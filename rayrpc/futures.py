@@ -4,8 +4,7 @@ Futures of rayrpc are plain ``torch.futures.Future``.  Python can only complete 
 that raises when it is read, which torch's own ``wait_all`` takes for success until it has all of
 them; this one returns with the first error.
 
-To be of use in ``await``, a Future needs one method that torch's has not; importing this module
-adds it to torch's class, which changes nothing that was there.
+``await future`` needs a method that torch's class does not have; ``make_awaitable`` adds it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.futures import Future, collect_all
 
 from rayrpc._concurrency.reader import release_reader
 
-__all__ = ["Future", "as_completed", "collect_all", "wait_all"]
+__all__ = ["Future", "as_completed", "collect_all", "make_awaitable", "wait_all"]
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
@@ -138,5 +137,11 @@ def _await(self: Any) -> Generator[Any, None, Any]:
     return self.wait()
 
 
-_base: Any = Future.__mro__[1]  # of Futures of ``then`` and ``collect_all``, too
-_base.__await__ = _await
+def make_awaitable() -> None:
+    """Give torch's Futures the method that ``await`` needs; idempotent.
+
+    It is called by ``install()`` and at the start of an agent.  Nothing that torch's class had
+    changes.
+    """
+    base: Any = Future.__mro__[1]  # of the Futures of ``then`` and ``collect_all``, too
+    base.__await__ = _await

@@ -13,6 +13,7 @@ import torch
 
 from rayrpc._observe.profiler import profiling_key
 from rayrpc._runtime import current
+from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._runtime.serialization.codec import add_reducer, dump_tables, load_tables
 from rayrpc._runtime.serialization.remote_errors import RemoteException
 from rayrpc.functions import async_execution
@@ -62,8 +63,6 @@ class _InternalRPCPickler:
 
 
 def _receive_rref(fork: Any) -> Any:
-    from rayrpc.rref import RRef
-
     return RRef._deserialize(fork)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from rayrpc._runtime.rrefs.handle import PyRRef, RRef, RRefProxy
+from rayrpc._runtime.rrefs.handle import PyRRef, RRef
+from rayrpc._runtime.rrefs.proxy import RRefProxy
 
 __all__ = ["PyRRef", "RRef", "RRefProxy"]

@@ -17,8 +17,10 @@ from rayrpc._protocol.rendezvous import find_place
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._runtime.user_api import UserApi
 from rayrpc._transports import open_transport
 from rayrpc.config import Settings
+from rayrpc.futures import make_awaitable
 from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
 
 __all__ = ["default_options", "make_agent"]
@@ -37,6 +39,7 @@ def make_agent(
     world_size: int | None,
     options: TensorPipeRpcBackendOptions,
     settings: Settings,
+    user_api: UserApi,
     environ: Mapping[str, str] | None = None,
 ) -> Agent:
     """Join the group that the options name, and return the agent, which serves once started.
@@ -47,6 +50,7 @@ def make_agent(
         world_size (int | None): None or 0 for a dynamic group.
         options: of the backend.
         settings: where the cluster is, and how long to wait.
+        user_api: the functions that RRefs call.
         environ: default ``os.environ``.
 
     Raises:
@@ -83,15 +87,20 @@ def make_agent(
         directory.leave()
         transport.close()
         raise
-    return Agent(
+    make_awaitable()
+    contexts = GradContexts()
+    agent = Agent(
         snapshot,
         transport,
         directory,
         place.key,
         options,
         rref_maker,
-        [ProfilerHook(), GradContexts()],
+        user_api,
+        [ProfilerHook(), contexts],
     )
+    contexts.attach(agent)
+    return agent
 
 
 # The directory is an actor that never imports torch: devices are texts there.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from rayrpc import api
+from rayrpc._autograd.hook import GradContexts
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
@@ -32,8 +34,12 @@ class Node:
             "key",
             TensorPipeRpcBackendOptions(**options),
             rref_maker,
+            api.user_api,
             list(hooks),
         )
+        for hook in hooks:
+            if isinstance(hook, GradContexts):
+                hook.attach(self.agent)
         self.agent.start()
 
     @property

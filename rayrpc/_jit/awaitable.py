@@ -1,9 +1,7 @@
-"""Values that are computed when they are first used: ``Await``, and those of other workers.
+"""Values that are computed when they are first used.
 
     aw = rayrpc.jit.awaitable(slow, 3)     # nothing runs
     total = aw + 1                         # slow(3) runs here, once
-    far = rpc.lazy("worker1", slow, (3,))  # runs there from now on
-    total = far + 1                        # waits, and brings the value here
 
 An ``Await[W]`` acts as a ``W`` wherever one is asked for: attributes, operators, indexing,
 iteration, functions of torch.  In TorchScript, torch's own ``torch.jit._awaitable`` does this.
@@ -19,18 +17,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rayrpc import api
 from rayrpc._concurrency.outcome import Error, Outcome, Value
-from rayrpc.options import UNSET_RPC_TIMEOUT
-from rayrpc.rref import RRef
 
 __all__ = [
     "Await",
-    "LazyRemote",
     "awaitable",
     "awaitable_nowait",
     "awaitable_wait",
-    "lazy",
 ]
 
 W = TypeVar("W")
@@ -178,45 +171,6 @@ _forward("__bytes__", bytes)
 _forward("__enter__", lambda value: type(value).__enter__(value))
 _forward("__exit__", lambda value, *args: type(value).__exit__(value, *args))
 _forward("__array__", lambda value, *args: value.__array__(*args))
-
-
-class LazyRemote(Await[W]):
-    """The value of an RRef, brought here when it is first used; it is sent as a reference.
-
-    Args:
-        rref (RRef): references it.
-        timeout (float): of bringing it, in seconds; 0: none; not given: the default.
-    """
-
-    def __init__(self, rref: RRef[W], timeout: float = UNSET_RPC_TIMEOUT) -> None:
-        super().__init__()
-        _set(self, "_await_rref", rref)
-        _set(self, "_await_timeout", timeout)
-
-    def _wait_impl(self) -> W:
-        rref: RRef[W] = self._await_rref
-        if rref.is_owner():
-            return rref.local_value()
-        return rref.to_here(timeout=self._await_timeout)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return LazyRemote, (self._await_rref, self._await_timeout)
-
-
-def lazy(
-    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> Any:
-    """Run a function on a worker, and return what becomes its result when it is first used.
-
-    It starts at once, and its result stays there until then.  Sent to other workers, it travels
-    as a reference.
-
-    Args: as for ``rpc_sync``; ``timeout`` is for the function, and for bringing its result.
-
-    Returns:
-        ``LazyRemote``: errors of the call are raised where it is used.
-    """
-    return LazyRemote(api.remote(to, func, args, kwargs, timeout), timeout)
 
 
 def awaitable(func: Callable[..., W], *args: Any, **kwargs: Any) -> Await[W]:

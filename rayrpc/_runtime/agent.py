@@ -1,9 +1,8 @@
-"""One worker: its membership, its transport, and the parts that make and serve calls."""
+"""Wires the parts of one worker together."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,14 +18,22 @@ from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transpo
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.hooks import Hook
-from rayrpc._runtime.rrefs.context import MakeRRef, RRefContext
+from rayrpc._runtime.members import Members
+from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
-from rayrpc.errors import GroupError, RpcError, WorkerDiedError
+from rayrpc._runtime.user_api import UserApi
+from rayrpc._runtime.worker import Worker
+from rayrpc.errors import GroupError, WorkerDiedError
+from rayrpc.options import TensorPipeRpcBackendOptions
 
 __all__ = ["Agent"]
 
 logger = logging.getLogger(__name__)
+
+DRAIN_POLL_SECONDS = 0.002
+# Directory.sync gets this long at least, also if draining used up the timeout.
+MIN_SYNC_SECONDS = 0.1
 
 
 class Agent:
@@ -35,13 +42,14 @@ class Agent:
     ``torch.distributed.rpc.TensorPipeAgent`` is the name that programs know it by.
 
     Args:
-        snapshot (Snapshot): what the directory admitted this worker with.
+        snapshot (Snapshot): the group as the directory admitted this worker.
         transport (Transport): not started yet.
         directory (Directory): joined.
         key (str): names the group.
-        options (Any): the backend options that ``init_rpc`` got.
-        rref_maker (Callable): given this agent, returns what makes handles of RRefs.
-        hooks (list[Hook]): concerns that accompany calls.
+        options (TensorPipeRpcBackendOptions): the backend options of ``init_rpc``.
+        make_handles (Callable): given this agent, returns what makes handles of RRefs.
+        user_api (UserApi): the functions that RRefs call.
+        hooks (list[Hook]): accompany calls.
     """
 
     def __init__(
@@ -50,159 +58,70 @@ class Agent:
         transport: Transport,
         directory: Directory,
         key: str,
-        options: Any,
-        rref_maker: Callable[[Agent], MakeRRef],
+        options: TensorPipeRpcBackendOptions,
+        make_handles: Callable[[Agent], MakeHandle],
+        user_api: UserApi,
         hooks: list[Hook],
     ) -> None:
         me = snapshot.me
         self.member = me
         self.key = key
         self.info = WorkerInfo(me.name, me.id)
-        self.hooks = hooks
-        self.rpc_timeout: float = options.rpc_timeout
+        self.user_api = user_api
         self._options = options
         self._transport = transport
         self._directory = directory
-        self._lock = threading.Lock()
-        self._changed = threading.Condition()
+        self._snapshot = snapshot
         self._closed = False
         self._joins = 0
-        self._at_end: list[Callable[[], None]] = []
-        self._members = {m.id: m for m in snapshot.members}
-        self._names = {m.name: m for m in snapshot.members}
-        self._lost: dict[str, WorkerDiedError] = {}  # by token
-        self._former: dict[str, Member] = {}  # by name
+        self._on_shutdown: list[Callable[[], None]] = []
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self._slots = Slots(options.num_worker_threads, self._threads)
+        self._members = Members(me, snapshot.members, directory.members, self._on_joined)
         ids = IdSource(me.id, me.epoch)
-        self.rrefs = RRefContext(me.id, ids, rref_maker(self), self._send_control)
-        codec = Codec(self.rrefs)
-        self._devices = DeviceRoutes(me.name, options.device_maps)
+        self.rrefs = RRefContext(me.id, ids, make_handles(self), self._send_control)
+        self._worker = Worker(
+            self.info,
+            snapshot.session,
+            self._members,
+            Codec(self.rrefs),
+            DeviceRoutes(me.name, options.device_maps),
+            self.rrefs,
+            hooks,
+            options.rpc_timeout,
+        )
         for member in snapshot.members:
-            self._devices.add(member)
-        self.caller = Caller(
-            self.info,
-            snapshot.session,
-            me.main,
-            codec,
-            self._devices,
-            self.rrefs,
-            self._replies,
-            self._send,
-            hooks,
-        )
-        self.callee = Callee(
-            self.info,
-            snapshot.session,
-            codec,
-            self._devices,
-            self.rrefs,
-            self._threads,
-            self._slots,
-            self._shares_main,
-            self._name_of,
-            lambda: self.default_timeout,
-            hooks,
-        )
-        for hook in hooks:
-            hook.attach(self)
-        self._version = snapshot.version
-        self._secret = snapshot.secret
+            self._worker.devices.add(member)
+        self.caller = Caller(self._worker, self._replies, self._send)
+        self.callee = Callee(self._worker, self._slots)
 
     def start(self) -> None:
-        """Serve calls, and follow the group, from now on."""
-        self._transport.start(self.callee.serve, self.find, self._secret)
-        self._directory.follow(self._version, self._apply)
-
-    # -- who is there -------------------------------------------------------------------------
+        """Serve calls, and follow the directory, from now on."""
+        self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
+        self._directory.follow(self._snapshot.version, self._apply)
 
     @property
-    def is_static_group(self) -> bool:
-        """Tell whether the group was made with a ``world_size``."""
-        return self.member.world_size is not None
+    def hooks(self) -> list[Hook]:
+        """The concerns that accompany calls."""
+        return self._worker.hooks
 
-    def find(self, worker_id: int) -> Member | None:
-        """Return the member with an id."""
-        return self._members.get(worker_id)
+    # -- timeouts -----------------------------------------------------------------------------
 
-    def lookup(self, to: str | int | WorkerInfo) -> Member:
-        """Return the member that a destination means, also one that is gone by now.
+    @property
+    def rpc_timeout(self) -> float:
+        """The default timeout of calls in seconds; 0: none."""
+        return self._worker.rpc_timeout
 
-        Raises:
-            RuntimeError: there is, and was, no such worker.
-            ValueError: it is no destination.
-        """
-        if isinstance(to, str):
-            found = self._names.get(to)
-        elif isinstance(to, WorkerInfo):
-            found = self._members.get(to.id)
-            if found is not None and found.name != to.name:
-                found = None
-        elif isinstance(to, int) and not isinstance(to, bool):
-            found = self._members.get(to)
-        else:
-            raise ValueError(f"Cannot get WorkerInfo from name {to}")
-        if found is not None:
-            return found
-        return self._lookup_again(to)
-
-    def _lookup_again(self, to: str | int | WorkerInfo) -> Member:
-        def fits(member: Member) -> bool:
-            if isinstance(to, WorkerInfo):
-                return member.id == to.id and member.name == to.name
-            return to in (member.name, member.id)
-
-        for member in list(self._former.values()):
-            if fits(member) and member.name not in self._names:
-                return member
-        if not self.is_static_group:
-            # somebody may have joined whose news is still on its way
-            for member in self._directory.members():
-                if fits(member):
-                    with self._lock:
-                        self._add(member)
-                    return member
-        names = ", ".join(sorted(self._names))
-        wanted = to.name if isinstance(to, WorkerInfo) else to
-        raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
-
-    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        """Return the WorkerInfo of this worker, or of one given by name or id."""
-        if worker is None:
-            return self.info
-        member = self.lookup(worker)
-        return WorkerInfo(member.name, member.id)
-
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """Return the WorkerInfo of all members, by id."""
-        return [WorkerInfo(m.name, m.id) for m in self.members()]
-
-    def members(self) -> list[Member]:
-        """Return all members, by id."""
-        return sorted(self._members.values(), key=lambda m: m.id)
-
-    def death_of(self, member: Member) -> WorkerDiedError | None:
-        """Return why a member is gone, if it is."""
-        return self._lost.get(member.token)
-
-    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
-        """Return why a worker given by its WorkerInfo is gone, if it is."""
-        former = self._former.get(info.name)
-        return self._lost.get(former.token) if former is not None else None
-
-    def info_of(self, worker_id: int) -> WorkerInfo:
-        """Return the WorkerInfo for an id."""
-        if worker_id == self.info.id:
-            return self.info
-        member = self.lookup(worker_id)
-        return WorkerInfo(member.name, member.id)
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self._worker.rpc_timeout = seconds
 
     @property
     def default_timeout(self) -> float | None:
-        """The timeout in seconds of calls that name none; None: they have none."""
-        return self.rpc_timeout or None
+        """The default timeout of calls in seconds; None: none."""
+        return self._worker.default_timeout
 
     def resolve_timeout(self, timeout: float) -> float | None:
         """Return a call's timeout in seconds; None: it has none.
@@ -211,10 +130,10 @@ class Agent:
             timeout: as the user gives it: -1 is the default, 0 is none.
 
         Raises:
-            TypeError, ValueError: it is no number, or negative (-1 stands for the default).
+            TypeError, ValueError: it is no number, or negative.
         """
         if timeout == -1:
-            return self.default_timeout
+            return self._worker.default_timeout
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
         if not timeout >= 0:
@@ -224,51 +143,87 @@ class Agent:
             )
         return timeout or None
 
-    def _name_of(self, worker_id: int) -> str:
-        member = self._members.get(worker_id)
-        return f"id {worker_id}" if member is None else member.name
+    # -- members ------------------------------------------------------------------------------
 
-    def _shares_main(self, worker_id: int) -> bool:
-        member = self._members.get(worker_id)
-        return member is not None and member.main == self.member.main
+    @property
+    def is_static_group(self) -> bool:
+        """Tell whether the group was made with a ``world_size``."""
+        return self._members.is_static
 
-    def _add(self, member: Member) -> None:
-        holder = self._members.get(member.id)
-        if holder is not None and holder.token != member.token:
-            self.rrefs.on_peer_lost(member.id)  # it left; the news of that is late
-        self._members[member.id] = member
-        self._names[member.name] = member
-        self._former.pop(member.name, None)
-        self._devices.add(member)
+    def find(self, worker_id: int) -> Member | None:
+        """Return the member with an id."""
+        return self._members.find(worker_id)
+
+    def lookup(self, to: str | int | WorkerInfo) -> Member:
+        """Return the member that a destination names; see ``Members.lookup``."""
+        return self._members.lookup(to)
+
+    def members(self) -> list[Member]:
+        """Return all members, by id."""
+        return self._members.all()
+
+    def death_of(self, member: Member) -> WorkerDiedError | None:
+        """Return why a member is gone, if it is."""
+        return self._members.death_of(member)
+
+    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
+        """Return why a worker given by its WorkerInfo is gone, if it is."""
+        return self._members.death_of_owner(info)
+
+    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+        """Return the WorkerInfo of this worker, or of one given by name or id.
+
+        Raises:
+            RuntimeError: the group has no such worker.
+        """
+        if worker is None:
+            return self.info
+        member = self.lookup(worker)
+        return WorkerInfo(member.name, member.id)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Return the WorkerInfo of all members, by id."""
+        return [WorkerInfo(member.name, member.id) for member in self.members()]
+
+    def info_of(self, worker_id: int) -> WorkerInfo:
+        """Return the WorkerInfo for an id."""
+        return self.info if worker_id == self.info.id else self.get_worker_info(worker_id)
+
+    def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
+        """Wait until ``ready()``; it is checked on ``notify`` and when the membership changes."""
+        return self._members.wait_until(ready, timeout)
+
+    def notify(self) -> None:
+        """Have ``wait_until`` check its condition."""
+        self._members.notify()
+
+    def _on_joined(self, member: Member, predecessor: Member | None) -> None:
+        if predecessor is not None:  # it left; that change is late
+            self.rrefs.on_peer_lost(member.id)
+        self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
-            member = change.member
             if change.kind == "joined":
-                with self._lock:
-                    if member.token not in self._lost:
-                        self._add(member)
-                continue
-            cause = change.cause or "it has left the group"
-            error = WorkerDiedError(member.name, cause, member.node)
-            with self._lock:
-                self._lost[member.token] = error
-                self._former[member.name] = member
-                if self._members.get(member.id) == member:
-                    del self._members[member.id]
-                if self._names.get(member.name) == member:
-                    del self._names[member.name]
-            if change.kind == "died":
-                logger.info("%s", error)
-            self._transport.on_peer_lost(member, error)
-            self.caller.on_peer_lost(member, error)
-            if self._members.get(member.id) is None:  # nobody else has its id by now
-                self.rrefs.on_peer_lost(member.id)
-                for hook in self.hooks:
-                    hook.on_peer_lost(member.id, error)
-        with self._changed:
-            self._changed.notify_all()
+                self._members.add(change.member)
+            else:
+                self._on_peer_lost(change)
+        self._members.notify()
+
+    def _on_peer_lost(self, change: Change) -> None:
+        member = change.member
+        cause = change.cause or "it has left the group"
+        error = WorkerDiedError(member.name, cause, member.node)
+        self._members.remove(member, error)
+        if change.kind == "died":
+            logger.info("%s", error)
+        self._transport.on_peer_lost(member, error)
+        self.caller.on_peer_lost(member, error)
+        if self._members.find(member.id) is None:  # no successor has its id
+            self.rrefs.on_peer_lost(member.id)
+            for hook in self.hooks:
+                hook.on_peer_lost(member.id, error)
 
     # -- sending ------------------------------------------------------------------------------
 
@@ -278,7 +233,7 @@ class Agent:
             arrived = copied(frame)
             self._threads.submit(lambda: pending.serve(self.callee.serve, arrived))
             return pending
-        error = self._lost.get(peer.token)
+        error = self._members.death_of(peer)
         if error is not None:
             pending = PendingReply()
             pending.complete(Error(error))
@@ -286,51 +241,36 @@ class Agent:
         return self._transport.call(peer, frame)
 
     def _send_control(self, worker_id: int) -> None:
-        member = self._members.get(worker_id)
+        member = self._members.find(worker_id)
         if member is not None and not self._closed:
-            self.caller.control(member)
-
-    # -- the end ------------------------------------------------------------------------------
-
-    def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
-        """Wait until ``ready()``, looking again whenever the membership changes."""
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not ready():
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+            self.caller.send_control(member)
 
     def submit(self, task: Callable[[], None]) -> None:
         """Run a task in a thread of this worker."""
         self._threads.submit(task)
 
-    def notify(self) -> None:
-        """Have ``wait_until`` check its condition."""
-        with self._changed:
-            self._changed.notify_all()
+    # -- shutdown -----------------------------------------------------------------------------
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until no member has calls under way, nor calls that those may cause.
 
-        The members report how many calls they sent and served while idle; when two rounds in a
-        row agree, none is on its way (Mattern's counting, without a coordinator of its own).
+        Each member reports, while idle, how many calls it sent and served.  When the reports of
+        two rounds are equal, no call is on its way (Mattern's counting; the directory collects
+        the reports).
 
         Args:
             shutdown: accepted for torch's sake.
-            timeout: in seconds, 0 for none.
+            timeout: in seconds; 0: none.
 
         Raises:
-            GroupError: some member did not come in time.
+            GroupError: a member did not report in time.
         """
         end = time.monotonic() + timeout if timeout else None
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
             self.drain(timeout)
-            left = None if end is None else max(0.1, end - time.monotonic())
+            left = None if end is None else max(MIN_SYNC_SECONDS, end - time.monotonic())
             mine = (self.caller.sent, self.callee.served)
             tag = f"join-{self._joins}-{round_number}"
             reports = self._directory.sync(tag, mine, left)
@@ -344,7 +284,7 @@ class Agent:
         """Wait until this worker makes and serves no calls.
 
         Args:
-            timeout: in seconds, 0 for none.
+            timeout: in seconds; 0: none.
 
         Raises:
             GroupError: it still does after that.
@@ -356,21 +296,21 @@ class Agent:
                     f"RPC worker {self.info.name!r} still has calls under way after {timeout} s: "
                     f"{self.caller.active} of its own, {self.callee.active} of others"
                 )
-            time.sleep(0.002)
+            time.sleep(DRAIN_POLL_SECONDS)
 
     def sync(self) -> None:
-        """Wait until every member is here."""
+        """Wait until every member calls this."""
         self.join()
 
     def on_shutdown(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when this worker shuts down, while it is still in the group."""
-        self._at_end.append(callback)
+        self._on_shutdown.append(callback)
 
     def shutdown(self) -> None:
-        """Leave the group and stop; does not wait for others."""
+        """Leave the group and stop; do not wait for other members."""
         if self._closed:
             return
-        for callback in self._at_end:
+        for callback in self._on_shutdown:
             callback()
         self._closed = True
         self._directory.close()
@@ -384,7 +324,7 @@ class Agent:
         self._replies.close()
         self._threads.close()
 
-    # -- looking ------------------------------------------------------------------------------
+    # -- inspection ---------------------------------------------------------------------------
 
     def get_debug_info(self) -> dict[str, str]:
         """Return torch's counters of an agent."""
@@ -402,7 +342,7 @@ class Agent:
         """Return counters as text; the same as ``get_debug_info``."""
         return self.get_debug_info()
 
-    def _get_backend_options(self) -> Any:
+    def _get_backend_options(self) -> TensorPipeRpcBackendOptions:
         return self._options
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[torch.device, torch.device]:

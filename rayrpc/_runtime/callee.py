@@ -1,4 +1,4 @@
-"""The way of a call at its callee: decode, run, encode."""
+"""A call at its callee: decode, run, encode."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from torch.futures import Future
 from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
 from rayrpc._concurrency.reader import release_reader
-from rayrpc._concurrency.threads import Slots, ThreadCache
-from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._concurrency.threads import Slots
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.cell import Cell
-from rayrpc._runtime.rrefs.context import RRefContext
-from rayrpc._runtime.serialization.codec import Codec
-from rayrpc._runtime.serialization.devices import DeviceRoutes, refuse
+from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
 from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
 __all__ = ["Callee"]
@@ -38,41 +36,15 @@ class Callee:
     """Serve the calls to one worker.
 
     Args:
-        me (WorkerInfo): this worker.
-        session (int): of its group.
-        codec, devices, rrefs, threads: of this worker.
-        slots (Slots): how many users' functions run at a time.
-        shares_main (Callable): tells whether a worker's ``__main__`` is ours, by its id.
-        name_of (Callable): returns a worker's name.
-        rpc_timeout (Callable): returns the default timeout in seconds, 0 for none.
-        hooks (list[Hook]): the agent's list.
+        worker (Worker): its parts.
+        slots (Slots): bounds how many users' functions run at a time.
     """
 
-    def __init__(
-        self,
-        me: WorkerInfo,
-        session: int,
-        codec: Codec,
-        devices: DeviceRoutes,
-        rrefs: RRefContext,
-        threads: ThreadCache,
-        slots: Slots,
-        shares_main: Any,
-        name_of: Any,
-        rpc_timeout: Any,
-        hooks: list[Hook],
-    ) -> None:
-        self._me = me
-        self._session = session
-        self._codec = codec
-        self._devices = devices
-        self._rrefs = rrefs
-        self._threads = threads
+    def __init__(self, worker: Worker, slots: Slots) -> None:
+        self._worker = worker
+        self._me = worker.info
+        self._rrefs = worker.rrefs
         self._slots = slots
-        self._shares_main = shares_main
-        self._name_of = name_of
-        self._rpc_timeout = rpc_timeout
-        self._hooks = hooks
         self._coroutines = Coroutines("rayrpc-loop")
         self._quick = LatencyProfile()
         self._short = LatencyProfile(SHORT_SECONDS)
@@ -86,7 +58,7 @@ class Callee:
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""
-        if frame.session != self._session:
+        if frame.session != self._worker.session:
             error = CallError(
                 f"RPC worker {self._me.name!r} got a call for an earlier run of its group"
             )
@@ -128,7 +100,8 @@ class Callee:
     def _run(self, frame: Frame, cell: Cell | None) -> Frame | Deferred:
         call: IncomingCall | None = None
         try:
-            invocation = Invocation(*self._codec.decode(frame.data, frame.buffers, frame.forks))
+            decode = self._worker.codec.decode
+            invocation = Invocation(*decode(frame.data, frame.buffers, frame.forks))
             frame.data, frame.buffers = b"", []
             if frame.forks:
                 self._confirm(frame)
@@ -151,47 +124,47 @@ class Callee:
                 self._short.record(key, seconds, self.active == 1)
         except BaseException as exc:
             if call is None:
-                self._miss(frame)
-            return self._end(frame, cell, Error(exc), call)
+                self._on_undecodable(frame)
+            return self._reply(frame, cell, Error(exc), call)
         if type(value) is CoroutineType:
             return self._run_coroutine(frame, cell, value, call)
         if not frame.is_async:
-            return self._end(frame, cell, Value(value), call)
-        return self._end_with(frame, cell, value, call)
+            return self._reply(frame, cell, Value(value), call)
+        return self._reply_when_done(frame, cell, value, call)
 
-    def _end_with(
+    def _reply_when_done(
         self, frame: Frame, cell: Cell | None, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
-        """Reply with the value of a Future, when it is there."""
+        """Reply with the value of a Future, when that is done."""
         if not isinstance(value, _AnyFuture):
             error = RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(value).__module__}."
                 f"{type(value).__name__}"
             )
-            return self._end(frame, cell, Error(error), call)
+            return self._reply(frame, cell, Error(error), call)
         if value.done():
-            return self._end(frame, cell, attempt(value.value), call)
+            return self._reply(frame, cell, attempt(value.value), call)
         deferred = Deferred()
         value.add_done_callback(
-            lambda done: deferred.set(self._end(frame, cell, attempt(done.value), call))
+            lambda done: deferred.set(self._reply(frame, cell, attempt(done.value), call))
         )
         return deferred
 
     def _run_coroutine(
         self, frame: Frame, cell: Cell | None, coroutine: Any, call: IncomingCall | None
     ) -> Deferred:
-        """Reply with what an async function returns; of torch's kind, with its Future's value."""
+        """Reply when an async function returns (``async_execution``: when its Future is done)."""
         deferred = Deferred()
 
         def ended(outcome: Outcome[Any]) -> None:
             if frame.is_async and isinstance(outcome, Value):
-                reply = self._end_with(frame, cell, outcome.value, call)
+                reply = self._reply_when_done(frame, cell, outcome.value, call)
                 if isinstance(reply, Deferred):
                     reply.on_done(deferred.set)
                     return
             else:
-                reply = self._end(frame, cell, outcome, call)
+                reply = self._reply(frame, cell, outcome, call)
             deferred.set(reply)
 
         if call is not None:
@@ -199,7 +172,7 @@ class Callee:
         self._coroutines.submit(coroutine, ended)
         return deferred
 
-    def _end(
+    def _reply(
         self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         try:
@@ -213,9 +186,9 @@ class Callee:
                 self.active -= 1
 
     def _keep(self, frame: Frame, cell: Cell, outcome: Outcome[Any]) -> Frame:
-        """Fill the cell of a ``remote`` call; errors surface where the RRef is used."""
+        """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
         if isinstance(outcome, Error):
-            # its frames hold the function's arguments; keep what they tell, not them
+            # its traceback's frames would keep the function's arguments alive
             remote = self._describe(frame, outcome.error)
             outcome = Error(outcome.error.with_traceback(None), remote)
         cell.set(outcome)
@@ -224,7 +197,7 @@ class Callee:
     def _confirm(self, frame: Frame) -> None:
         """Wait until the RRefs among the arguments are confirmed, as torch does."""
         self._rrefs.flush(but=frame.src)
-        timeout = self._rpc_timeout()
+        timeout = self._worker.default_timeout
         if not self._rrefs.wait_confirmed(frame.forks, timeout):
             raise CallTimeoutError(
                 f"RPC worker {self._me.name!r} waited {timeout} s for the owner of an RRef among "
@@ -232,16 +205,16 @@ class Callee:
             )
 
     def _hooked(self, call: IncomingCall, step: str) -> AbstractContextManager[Any]:
-        """Return the context of a step, ``receive`` or ``reply``, of the hooks that take part."""
-        return all_of([getattr(hook, step)(call) for hook in self._taking_part(call.meta)])
+        """Return one context for a step (``before_run``, ...) of the hooks that take part."""
+        return all_of([getattr(hook, step)(call) for hook in self._hooks_of(call.meta)])
 
-    def _miss(self, frame: Frame) -> None:
+    def _on_undecodable(self, frame: Frame) -> None:
         meta = frame.meta or {}
-        for hook in self._taking_part(meta):
+        for hook in self._hooks_of(meta):
             hook.on_undecodable(frame.src, meta[hook.name])
 
-    def _taking_part(self, meta: dict[str, Any]) -> list[Hook]:
-        return [hook for hook in self._hooks if hook.name in meta]
+    def _hooks_of(self, meta: dict[str, Any]) -> list[Hook]:
+        return [hook for hook in self._worker.hooks if hook.name in meta]
 
     # -- RRefs --------------------------------------------------------------------------------
 
@@ -250,18 +223,18 @@ class Callee:
         try:
             cell = self._rrefs.lookup(frame.rref_id)
         except KeyError:
-            self._miss(frame)
+            self._on_undecodable(frame)
             error = CallError(
-                f"RRef {frame.rref_id} is not on its owner {self._me} any more: the worker that "
-                "made it is gone"
+                f"RRef {frame.rref_id} was released by its owner {self._me}: the worker that "
+                "created it is gone"
             )
             return self._error(frame, error)
         call = IncomingCall(frame.src, None, frame.meta) if frame.meta else None
         if call is not None:
             with self._hooked(call, "before_run"):
                 pass  # it has no function to run
-        if cell.outcome is not None:
-            return self._fetched(frame, cell.outcome, call)
+        if (outcome := cell.value) is not None:
+            return self._fetched(frame, outcome, call)
         deferred = Deferred()
         cell.on_done(lambda outcome: deferred.set(self._fetched(frame, outcome, call)))
         return deferred
@@ -275,19 +248,21 @@ class Callee:
 
     def _value(self, frame: Frame, value: Any, call: IncomingCall | None) -> Frame:
         meta = None
+        worker = self._worker
         try:
-            devices = self._devices.of_results(frame.src)
-            shares_main = self._shares_main(frame.src)
+            devices = worker.devices.of_results(frame.src)
+            shares_main = worker.members.shares_main(frame.src)
             if call is None:
-                payload = self._codec.encode(value, frame.src, shares_main, devices)
+                payload = worker.codec.encode(value, frame.src, shares_main, devices)
             else:
                 with self._hooked(call, "before_reply"):
-                    payload = self._codec.encode(value, frame.src, shares_main, devices)
-                for hook in self._taking_part(call.meta):
+                    payload = worker.codec.encode(value, frame.src, shares_main, devices)
+                for hook in self._hooks_of(call.meta):
                     hook.after_encode_reply(call)
                 meta = call.reply_meta or None
         except NoDeviceError as exc:
-            return self._error(frame, refuse(exc.device, "Response", self._name_of(frame.src)))
+            caller = worker.members.name_of(frame.src)
+            return self._error(frame, refuse(exc.device, "Response", caller))
         except SerializationError as exc:
             named = SerializationError(f"A result of RPC worker {self._me.name!r} {exc}")
             return self._error(frame, named)
@@ -297,7 +272,8 @@ class Callee:
 
     def _describe(self, frame: Frame, error: BaseException) -> RemoteException:
         def encode(kind: Any) -> bytes:
-            return self._codec.encode(kind, frame.src, self._shares_main(frame.src)).data
+            shares_main = self._worker.members.shares_main(frame.src)
+            return self._worker.codec.encode(kind, frame.src, shares_main).data
 
         return describe(error, self._me, encode)
 
@@ -312,7 +288,7 @@ class Callee:
     ) -> Frame:
         ack, control = self._rrefs.take_pending(call.src)
         data, buffers, forks, _ = payload
-        session, me, number = self._session, self._me.id, call.call_id
+        session, me, number = self._worker.session, self._me.id, call.call_id
         return Frame(
             kind, session, me, number, None, None, False, meta, ack, control, forks, data, buffers
         )

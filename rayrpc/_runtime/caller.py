@@ -1,4 +1,4 @@
-"""The way of a call at its caller: encode, send, wait or be called back, decode."""
+"""A call at its caller: encode, send, wait or be called back, decode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,245 +21,241 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._protocol.transport import Pending
+from rayrpc._protocol.transport import Pending, void
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._runtime.rrefs.cell import Cell
-from rayrpc._runtime.rrefs.context import RRefContext
-from rayrpc._runtime.serialization.codec import Codec
-from rayrpc._runtime.serialization.devices import DeviceRoutes, refuse
+from rayrpc._runtime.rrefs.context import Handle
+from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
-__all__ = ["Caller", "Way"]
+__all__ = ["Caller", "Send"]
 
-#: a fetch runs nothing
-NOTHING = Invocation(lambda: None)
+# How often a blocking call checks whether its own worker was shut down.
+POLL_SECONDS = 0.5
 
-# How often a blocking call looks whether its own worker was shut down meanwhile.
-LOOK_SECONDS = 0.5
+NOTHING = Invocation(lambda: None)  # what a fetch runs
 
-Done = Callable[[Outcome[Any]], None]
+Done = Callable[[Outcome[Any]], object]
 
 
-class Way(Protocol):
-    """How the caller's frames reach a peer; the agent's, which knows oneself from others."""
+class Send(Protocol):
+    """Sends frames to members, this worker among them."""
 
     def __call__(self, peer: Member, frame: Frame) -> Pending:
         """Send a frame and expect its reply."""
 
 
+@dataclass(slots=True)
+class _Request:
+    """A call on its way; it does not hold the frame, whose buffers may be large.
+
+    Args:
+        to: the callee.
+        id: of the call.
+        timeout: in seconds; None: none.
+        lent: handles that must live until the reply is there.
+        call: what hooks know of it; None if no hook takes part.
+    """
+
+    to: Member
+    id: int
+    timeout: float | None
+    lent: tuple[Any, ...] = ()
+    call: OutgoingCall | None = None
+
+
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A call that completes by callback."""
+class _OpenCall:
+    """A call that completes by callback.
+
+    Args:
+        caller: made it.
+        request: its request.
+        done: takes the outcome, once.
+        on_created: for ``remote``: called when the owner has answered, in time or late.
+    """
 
     caller: Caller
-    id: int
-    peer: Member
-    lent: tuple[Any, ...]  # the transport keeps them by keeping ``reply``
+    request: _Request
     done: Done
-    call: OutgoingCall | None
-    arrived: Callable[[], None] | None
+    on_created: Callable[[], None] | None = None
 
-    def reply(self, outcome: Outcome[Frame]) -> None:
+    def on_reply(self, outcome: Outcome[Frame]) -> None:
         """Take the outcome from a thread of the transport."""
-        # the answer to ``remote`` says little, and no code of users waits for it
-        if is_reader() or (self.arrived is not None and not _concerns_users(outcome)):
-            self.caller._finish(self, outcome)
+        # The reply to ``remote`` has nothing to decode, and no user's code waits for it.
+        is_cheap = self.on_created is not None and not _may_run_users_code(outcome)
+        if is_cheap or is_reader():
+            self.caller.finish(self, outcome)
         else:
-            self.caller._threads.submit(lambda: self.caller._finish(self, outcome))
-
-
-def _timed_out(timeout: float | None) -> CallTimeoutError:
-    if timeout is None:
-        return CallTimeoutError("the caller of this RPC stopped waiting for its reply")
-    # torch's text; programs look for it
-    return CallTimeoutError(
-        f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
-        "with an error"
-    )
-
-
-def _shut_down() -> CallError:
-    return CallError("RPC was shut down on this worker before the call completed")
+            self.caller.threads.submit(lambda: self.caller.finish(self, outcome))
 
 
 class Caller:
     """Make the calls of one worker.
 
     Args:
-        me (WorkerInfo): this worker.
-        session (int): of its group.
-        main (str): identity of this process's ``__main__``.
-        codec, devices, rrefs, threads: of this worker.
-        way (Way): sends frames.
-        hooks (list[Hook]): the agent's list.
+        worker (Worker): its parts.
+        threads (ThreadCache): completes calls.
+        send (Send): sends frames.
     """
 
-    def __init__(
-        self,
-        me: WorkerInfo,
-        session: int,
-        main: str,
-        codec: Codec,
-        devices: DeviceRoutes,
-        rrefs: RRefContext,
-        threads: ThreadCache,
-        way: Way,
-        hooks: list[Hook],
-    ) -> None:
-        self._me = me
-        self._session = session
-        self._main = main
-        self._codec = codec
-        self._devices = devices
-        self._rrefs = rrefs
-        self._threads = threads
-        self._way = way
-        self._hooks = hooks
+    def __init__(self, worker: Worker, threads: ThreadCache, send: Send) -> None:
+        self._worker = worker
+        self._me = worker.info
+        self._rrefs = worker.rrefs
+        self._hooks = worker.hooks
+        self.threads = threads
+        self._send = send
         self._call_ids = itertools.count(1).__next__
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenCall] = {}
         self._deadlines = Deadlines(self._open, self._expire)
-        self._waits: dict[int, None] = {}  # calls that a thread waits for
+        self._waiting: dict[int, None] = {}  # ids of calls that a thread waits for
         self._lock = threading.Lock()
         self._closed = False
         self.sent = 0
 
     @property
     def active(self) -> int:
-        """The number of calls of users that have not completed."""
-        return len(self._open) + len(self._waits)
+        """The number of users' calls that have not completed."""
+        return len(self._open) + len(self._waiting)
 
-    # -- the three ways to call ---------------------------------------------------------------
+    # -- the ways to call ---------------------------------------------------------------------
 
     def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
-        """Run a function on a worker and return its value; ``timeout`` in seconds."""
+        """Run a function on a worker and return its value; ``timeout`` is in seconds."""
         return self.start(to, invocation, timeout)()
 
     def start(
         self, to: Member, invocation: Invocation, timeout: float | None
     ) -> Callable[..., Any]:
-        """Run a function on a worker; return what waits for its value, to be called once.
+        """Run a function on a worker.
 
-        That may be given a function, which is asked twice a second whether to wait no longer.
+        Returns:
+            A function that waits for the value; call it once. It may be given a function that it
+            calls every ``POLL_SECONDS``, and stops waiting (CallTimeoutError) when that returns
+            True.
         """
-        hooks = self._wanted()
+        hooks = self._hooks_for_this_call()
         if not hooks:
             is_async, payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
-            return self._post(to, frame, timeout, payload.lent)
+            return self._post(_Request(to, frame.call_id, timeout, payload.lent), frame)
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
             return lambda unwanted=None: future.wait()
         call = self._outgoing("sync", to, invocation)
-        with self._sending(call, hooks):
+        with all_of([hook.before_send(call) for hook in hooks]):
             is_async, payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
-        return self._post(to, frame, timeout, payload.lent, call)
+            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), is_async)
+        return self._post(_Request(to, frame.call_id, timeout, payload.lent, call), frame)
 
     def future(
         self, to: Member, invocation: Invocation, timeout: float | None, mode: str = "async"
     ) -> Any:
         """Run a function on a worker and return a Future of its value."""
-        hooks = self._wanted()
+        hooks = self._hooks_for_this_call()
         if not hooks:
             future: Any = Future()
-            done = functools.partial(complete, future)
             is_async, payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, is_async)
-            self._start(to, frame, timeout, payload.lent, done)
+            request = _Request(to, frame.call_id, timeout, payload.lent)
+            self._start(_OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
-        with self._sending(call, hooks):
+        with all_of([hook.before_send(call) for hook in hooks]):
             is_async, payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, self._encoded(call, hooks), is_async)
+            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), is_async)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
-            done = functools.partial(complete, future)
-            self._start(to, frame, timeout, payload.lent, done, call)
+            request = _Request(to, frame.call_id, timeout, payload.lent, call)
+            self._start(_OpenCall(self, request, functools.partial(complete, future)), frame)
             for hook in hooks:
                 future = hook.after_send(call, future)
         return future
 
-    def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
+    def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Handle:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, invocation)
-        hooks = self._wanted()
-        with self._sending(call, hooks):
+        hooks = self._hooks_for_this_call()
+        with all_of([hook.before_send(call) for hook in hooks]):
             # encode first: an argument that cannot be sent must not leave an RRef behind
             is_async, payload = self._encode(to, call.invocation)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
-            frame = self._frame(Kind.REMOTE, to, payload, self._encoded(call, hooks), is_async)
+            frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
-            creation = rref._creation = Cell()
+            creation = rref.begin_creation()
             for hook in hooks:
-                rref._future = hook.after_send(call, rref._get_future())
-            # whether the answer is in time or late: the owner has the RRef from then on
-            arrived = functools.partial(self._rrefs.created, rref_id, fork_id)
-            self._start(to, frame, timeout, payload.lent, creation.set, call, arrived)
+                rref.set_future(hook.after_send(call, rref._get_future()))
+            request = _Request(to, frame.call_id, timeout, payload.lent, call)
+            # a late reply counts too: the owner has the RRef from then on
+            on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
+            self._start(_OpenCall(self, request, creation.set, on_created), frame)
         return rref
 
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
         """Return a copy of the value of an RRef that a worker owns."""
-        hooks = self._wanted()
-        call = self._outgoing("fetch", to, NOTHING) if hooks else None
-        meta = None
-        if call is not None:
-            with self._sending(call, hooks):
-                meta = self._encoded(call, hooks)
+        hooks = self._hooks_for_this_call()
+        call = meta = None
+        if hooks:
+            call = self._outgoing("fetch", to, NOTHING)
+            with all_of([hook.before_send(call) for hook in hooks]):
+                meta = _meta(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
         frame.rref_id = rref_id
-        return self._post(to, frame, timeout, call=call)()
+        return self._post(_Request(to, frame.call_id, timeout, call=call), frame)()
 
-    def control(self, to: Member) -> None:
-        """Send the messages of the RRef protocol that wait for a worker."""
+    def send_control(self, to: Member) -> None:
+        """Send the pending messages of the RRef protocol for a worker."""
         frame = self._frame(Kind.CONTROL, to, EMPTY, None, False)
 
-        def heard(outcome: Outcome[Frame]) -> None:
+        def on_ack(outcome: Outcome[Frame]) -> None:
             if isinstance(outcome, Value):
-                self._hear_soon(to, outcome.value)
+                self._on_control_reply(to, outcome.value)
             elif not isinstance(outcome.error, WorkerDiedError):
                 self._rrefs.on_send_failed(to.id)
 
-        self._way(to, frame).on_done(heard, urgent=False)
+        self._send(to, frame).on_done(on_ack, urgent=False)
+
+    def run_callback(self, task: Callable[[], None]) -> None:
+        """Run a task that may run users' code: here if this thread is a reader, else elsewhere."""
+        if is_reader():
+            task()
+        else:
+            self.threads.submit(task)
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
-        """End the calls to a worker that left or died."""
+        """Fail the calls to a worker that left or died."""
         for call_id, call in list(self._open.items()):
-            if call.peer.token == peer.token:
+            if call.request.to.token == peer.token:
                 self._fail(call_id, error)
 
     def close(self) -> None:
-        """End all calls."""
+        """Fail all calls."""
         self._closed = True
         self._deadlines.close()
         for call_id in list(self._open):
             self._fail(call_id, _shut_down())
 
-    # -- frames -------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
-    def _wanted(self) -> list[Hook]:
+    def _hooks_for_this_call(self) -> list[Hook]:
         return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
-
-    def _sending(self, call: OutgoingCall, hooks: list[Hook]) -> AbstractContextManager[Any]:
-        return all_of([hook.before_send(call) for hook in hooks])
-
-    def _encoded(self, call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
-        for hook in hooks:
-            hook.after_encode(call)
-        return call.meta or None
 
     def _outgoing(self, mode: str, to: Member, invocation: Invocation) -> OutgoingCall:
         return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, invocation)
 
     def _encode(self, to: Member, invocation: Invocation) -> tuple[bool, Payload]:
+        worker = self._worker
         func = invocation.func
         is_async = hasattr(func, "_wrapped_async_rpc_function")
         try:
-            devices = self._devices.of_calls(to.name)
-            payload = self._codec.encode(
-                tuple(invocation), to.id, to.main == self._main, devices, lends=True
+            devices = worker.devices.of_calls(to.name)
+            shares_main = to.main == worker.members.me.main
+            payload = worker.codec.encode(
+                tuple(invocation), to.id, shares_main, devices, lends=True
             )
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
@@ -282,166 +277,153 @@ class Caller:
         ack, control = self._rrefs.take_pending(to.id)
         data, buffers, forks, _ = payload
         number = self._call_ids()
-        session, me = self._session, self._me.id
+        session, me = self._worker.session, self._me.id
         rest = meta, ack, control, forks, data, buffers
         return Frame(kind, session, me, number, None, None, is_async, *rest)
 
-    # -- replies ------------------------------------------------------------------------------
+    # -- calls that a thread waits for --------------------------------------------------------
 
-    def _post(
-        self,
-        to: Member,
-        frame: Frame,
-        timeout: float | None,
-        lent: tuple[Any, ...] = (),
-        call: OutgoingCall | None = None,
-    ) -> Callable[..., Any]:
-        """Send a call; return what waits for its value; see ``start``."""
+    def _post(self, request: _Request, frame: Frame) -> Callable[..., Any]:
+        """Send a call; return the function that waits for its value; see ``start``."""
         release_reader()
-        self._waits[frame.call_id] = None
+        self._waiting[request.id] = None
         with self._lock:
             self.sent += 1
         try:
-            pending = self._way(to, frame)
+            pending = self._send(request.to, frame)
         except BaseException:
-            del self._waits[frame.call_id]
+            del self._waiting[request.id]
             raise
-        return functools.partial(self._wait, to, frame.call_id, pending, timeout, lent, call)
+        return functools.partial(self._wait, request, pending)
 
     def _wait(
-        self,
-        to: Member,
-        number: int,
-        pending: Pending,
-        timeout: float | None,
-        lent: tuple[Any, ...],
-        call: OutgoingCall | None,
-        unwanted: Callable[[], bool] | None = None,
+        self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None = None
     ) -> Any:
         try:
             try:
-                reply = self._await(pending, timeout, unwanted)
+                reply = self._await(pending, request.timeout, unwanted)
             except TimeoutError:
-                pending.on_done(functools.partial(self._too_late, to, lent))
-                raise _timed_out(timeout) from None
-            return self._open_reply(to, reply, call)
+                pending.on_done(functools.partial(self._on_late_reply, request))
+                raise _timed_out(request.timeout) from None
+            return self._open_reply(request, reply)
         finally:
-            del self._waits[number]
+            del self._waiting[request.id]
 
     def _await(
         self, pending: Pending, timeout: float | None, unwanted: Callable[[], bool] | None
     ) -> Frame:
         end = math.inf if timeout is None else time.monotonic() + timeout
-        left = LOOK_SECONDS if timeout is None else timeout
+        left = POLL_SECONDS if timeout is None else timeout
         while True:
             try:
-                return pending.wait(left if left < LOOK_SECONDS else LOOK_SECONDS)
+                return pending.wait(left if left < POLL_SECONDS else POLL_SECONDS)
             except TimeoutError:
-                if self._closed:  # by another thread; nothing else would end this one
+                if self._closed:
                     raise _shut_down() from None
                 left = end - time.monotonic()
                 if left <= 0 or (unwanted is not None and unwanted()):
                     raise
 
-    def _start(
-        self,
-        to: Member,
-        frame: Frame,
-        timeout: float | None,
-        lent: tuple[Any, ...],
-        done: Done,
-        call: OutgoingCall | None = None,
-        arrived: Callable[[], None] | None = None,
-    ) -> None:
-        """Send a call that completes by callback.
+    # -- calls that complete by callback ------------------------------------------------------
 
-        Args:
-            to, frame, timeout: whom to ask what for how long.
-            lent: the payload's.
-            done: takes the outcome, once.
-            call: what the hooks know it by.
-            arrived: it is a ``remote``: called when the callee has answered, in time or late.
-        """
-        number = frame.call_id
-        open_call = self._open[number] = _Open(self, number, to, lent, done, call, arrived)
+    def _start(self, call: _OpenCall, frame: Frame) -> None:
+        request = call.request
+        self._open[request.id] = call
         with self._lock:
             self.sent += 1
-        if timeout is not None:
-            self._deadlines.add(number, timeout)
-        self._way(to, frame).on_done(open_call.reply, urgent=arrived is None)
+        if request.timeout is not None:
+            self._deadlines.add(request.id, request.timeout)
+        pending = self._send(request.to, frame)
+        pending.on_done(call.on_reply, urgent=call.on_created is None)
 
     def _expire(self, call_id: int, timeout: float) -> None:
-        call = self._open.pop(call_id, None)
-        if call is not None:
-            self._threads.submit(lambda: call.done(Error(_timed_out(timeout))))
-
-    def _finish(self, call: _Open, outcome: Outcome[Frame]) -> None:
-        if call.arrived is not None:
-            call.arrived()
-        if call.id not in self._open:
-            self._too_late(call.peer, (), outcome)
-            return
-        result: Outcome[Any] = outcome
-        if isinstance(outcome, Value):
-            try:
-                result = Value(self._open_reply(call.peer, outcome.value, call.call))
-            except BaseException as exc:
-                result = Error(exc)
-        # only now: a call is active until its callbacks may run
-        if self._open.pop(call.id, None) is not None:
-            call.done(result)
+        self._fail(call_id, _timed_out(timeout))
 
     def _fail(self, call_id: int, error: BaseException) -> None:
         call = self._open.pop(call_id, None)
         if call is not None:
-            self._threads.submit(lambda: call.done(Error(error)))
+            self.threads.submit(lambda: void(call.done(Error(error))))
 
-    def _too_late(self, to: Member, lent: tuple[Any, ...], outcome: Outcome[Frame]) -> None:
-        """Take the reply of a call that was given up: it may bring RRefs, and ends the loan."""
+    def finish(self, call: _OpenCall, outcome: Outcome[Frame]) -> None:
+        """Complete a call with the outcome of its transport."""
+        if call.on_created is not None:
+            call.on_created()
+        request = call.request
+        if request.id not in self._open:
+            self._on_late_reply(request, outcome)
+            return
+        result: Outcome[Any] = outcome
+        if isinstance(outcome, Value):
+            try:
+                result = Value(self._open_reply(request, outcome.value))
+            except BaseException as exc:
+                result = Error(exc)
+        # only now: a call is active until its callbacks may run
+        if self._open.pop(request.id, None) is not None:
+            call.done(result)
+
+    # -- replies ------------------------------------------------------------------------------
+
+    def _open_reply(self, request: _Request, reply: Frame) -> Any:
+        worker = self._worker
+        if reply.control or reply.ack:
+            self._rrefs.on_control(request.to.id, reply.ack, reply.control)
+        if reply.kind is not Kind.VALUE:
+            raise rebuild(*pickle.loads(reply.data))
+        value = worker.codec.decode(reply.data, reply.buffers, reply.forks)
+        if reply.forks:
+            self._rrefs.flush()
+        if reply.meta and request.call is not None:
+            for hook in self._hooks:
+                if hook.name in reply.meta:
+                    value = hook.on_result(request.call, value, reply.meta[hook.name])
+        return value
+
+    def _on_late_reply(self, request: _Request, outcome: Outcome[Frame]) -> None:
+        """Release what the reply of a call that timed out brings; ``request`` ends its loan."""
         if isinstance(outcome, Value):
             reply = outcome.value
 
             def run() -> None:
                 for fork in reply.forks:
                     self._rrefs.discard(fork)
-                self._hear(to, reply)
+                self._on_control(request.to, reply)
 
-            self._threads.submit(run)
+            self.threads.submit(run)
 
-    def soon(self, task: Callable[[], None]) -> None:
-        """Run a task that may call users' code, here if this thread may be kept."""
-        if is_reader():
-            task()
-        else:
-            self._threads.submit(task)
-
-    def _hear_soon(self, to: Member, reply: Frame) -> None:
+    def _on_control_reply(self, to: Member, reply: Frame) -> None:
         if reply.control:
-            self.soon(lambda: self._hear(to, reply))
+            self.run_callback(lambda: self._on_control(to, reply))
         else:
             self._rrefs.on_control(to.id, reply.ack, ())
 
-    def _hear(self, to: Member, reply: Frame) -> None:
+    def _on_control(self, to: Member, reply: Frame) -> None:
         self._rrefs.on_control(to.id, reply.ack, reply.control)
         self._rrefs.flush()
 
-    def _open_reply(self, to: Member, reply: Frame, call: OutgoingCall | None = None) -> Any:
-        if reply.control or reply.ack:
-            self._rrefs.on_control(to.id, reply.ack, reply.control)
-        if reply.kind is Kind.VALUE:
-            value = self._codec.decode(reply.data, reply.buffers, reply.forks)
-            if reply.forks:
-                self._rrefs.flush()
-            if reply.meta and call is not None:
-                for hook in self._hooks:
-                    if hook.name in reply.meta:
-                        value = hook.on_result(call, value, reply.meta[hook.name])
-            return value
-        raise rebuild(*pickle.loads(reply.data))
+
+def _meta(call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
+    """Return what the hooks send with an encoded call."""
+    for hook in hooks:
+        hook.after_encode(call)
+    return call.meta or None
 
 
-def _concerns_users(outcome: Outcome[Frame]) -> bool:
-    """Tell whether taking a reply may run code of users."""
+def _timed_out(timeout: float | None) -> CallTimeoutError:
+    if timeout is None:
+        return CallTimeoutError("the caller of this RPC stopped waiting for its reply")
+    # torch's text; programs look for it
+    return CallTimeoutError(
+        f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
+        "with an error"
+    )
+
+
+def _shut_down() -> CallError:
+    return CallError("RPC was shut down on this worker before the call completed")
+
+
+def _may_run_users_code(outcome: Outcome[Frame]) -> bool:
     if isinstance(outcome, Error):
         return False
     reply = outcome.value

@@ -5,18 +5,16 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from typing import TYPE_CHECKING
 
+from rayrpc._runtime.agent import Agent
 from rayrpc.errors import NotInitializedError
-
-if TYPE_CHECKING:
-    from rayrpc._runtime.agent import Agent
 
 __all__ = ["get_agent", "is_set", "set_agent"]
 
 logger = logging.getLogger(__name__)
 
 _agent: Agent | None = None
+_forgets_after_fork = False
 
 
 def is_set() -> bool:
@@ -40,21 +38,21 @@ def get_agent() -> Agent:
 
 def set_agent(agent: Agent | None) -> None:
     """Make an agent, or none, the current one."""
-    global _agent
+    global _agent, _forgets_after_fork
     _agent = agent
+    if not _forgets_after_fork:
+        # a forked child has neither the agent's threads nor its connections
+        os.register_at_fork(after_in_child=lambda: set_agent(None))
+        _forgets_after_fork = True
     atexit.unregister(_leave)
     if agent is not None:
         atexit.register(_leave)  # so it runs before what the transport's libraries registered
 
 
 def _leave() -> None:
-    """Stop an agent that the program did not shut down: its threads must not outlive Ray."""
+    """Stop an agent that the program did not shut down: its threads must end before Ray's."""
     if _agent is not None:
         try:
             _agent.shutdown()
         except Exception:
             logger.warning("could not leave the group at the end of the program", exc_info=True)
-
-
-# A forked child has neither the agent's threads nor its connections.
-os.register_at_fork(after_in_child=lambda: set_agent(None))

@@ -13,14 +13,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime.invocation import Invocation
-
-if TYPE_CHECKING:
-    from rayrpc._runtime.agent import Agent
-    from rayrpc.errors import WorkerDiedError
+from rayrpc.errors import WorkerDiedError
 
 __all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of"]
 
@@ -73,14 +70,15 @@ class Hook:
     #: a blocking call has to have a Future, too
     needs_future = False
 
-    def attach(self, agent: Agent) -> None:
-        """Belong to an agent from now on."""
-
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """Note that the worker with this id left or died."""
 
     def close(self) -> None:
         """Note that the agent is shut down."""
+
+    def debug_info(self) -> dict[str, str]:
+        """Return counters for ``_get_debug_info``, as text."""
+        return {}
 
     def wants(self) -> bool:
         """Tell whether calls made by this thread right now concern this hook."""

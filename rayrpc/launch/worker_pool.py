@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from rayrpc import config, startup
+from rayrpc import api, config, startup
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect, through_client
@@ -49,7 +49,7 @@ class _Membership:
             if self._agent is None:
                 options = startup.default_options(settings)
                 options.init_method = f"ray://worker_pool-{uuid.uuid4().hex[:8]}"
-                self._agent = startup.make_agent(OWNER, -1, None, options, settings)
+                self._agent = startup.make_agent(OWNER, -1, None, options, settings, api.user_api)
                 self._agent.start()
             self._worker_pools += 1
             agent: Agent = self._agent

@@ -413,7 +413,7 @@ def test_twenty_thousand_rrefs_leave_no_entries_and_no_growth(a, b):
     before = churn(1000)
     # a leak of one object a call would be 19,000; what other threads keep is not ours to count
     assert churn(19_000) - before < 6000
-    assert not a.agent.rrefs._waiting
+    assert not a.agent.rrefs._unconfirmed
     assert not a.agent.caller._open
     assert not any(a.transport._pending.values())
 

@@ -1,64 +1,32 @@
-"""The value of an RRef at its owner: an outcome that may still be on its way."""
+"""The value of an RRef at its owner."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from rayrpc._concurrency.outcome import Outcome
+from rayrpc._concurrency.promise import Promise
 from rayrpc._concurrency.reader import release_reader
 
 __all__ = ["Cell"]
 
-Callback = Callable[[Outcome[Any]], None]
 
+class Cell(Promise[Outcome[Any]]):
+    """Hold the outcome of the function that makes a value, once it has run.
 
-class Cell:
-    """Hold an outcome, once it is there."""
+    Args:
+        outcome (Outcome, optional): if it is there already.
+    """
 
-    __slots__ = ("_callbacks", "_changed", "_outcome")
+    __slots__ = ()
 
     def __init__(self, outcome: Outcome[Any] | None = None) -> None:
-        self._outcome = outcome
-        self._changed = threading.Condition() if outcome is None else None
-        self._callbacks: list[Callback] = []
-
-    @property
-    def outcome(self) -> Outcome[Any] | None:
-        """The outcome, or None while it is on its way."""
-        return self._outcome
-
-    def set(self, outcome: Outcome[Any]) -> None:
-        """Fill the cell."""
-        assert self._changed is not None
-        with self._changed:
-            self._outcome = outcome
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        for callback in callbacks:
-            callback(outcome)
-
-    def on_done(self, callback: Callback) -> None:
-        """Call ``callback`` with the outcome, now if it is there."""
-        if self._changed is not None:
-            with self._changed:
-                if self._outcome is None:
-                    self._callbacks.append(callback)
-                    return
-        assert self._outcome is not None
-        callback(self._outcome)
+        super().__init__()
+        if outcome is not None:
+            self.set(outcome)
 
     def wait(self, timeout: float | None = None) -> Outcome[Any]:
-        """Return the outcome.
-
-        Raises:
-            TimeoutError: it did not come in ``timeout`` seconds.
-        """
-        if self._outcome is None and self._changed is not None:
+        """Return the outcome; wait for it at most ``timeout`` seconds (TimeoutError)."""
+        if not self.is_done:
             release_reader()
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._outcome is not None, timeout):
-                    raise TimeoutError
-        assert self._outcome is not None
-        return self._outcome
+        return super().wait(timeout)

@@ -1,31 +1,27 @@
-"""RRefs: references to values that live on some worker."""
+"""RRef: the handle of a value that lives on some worker."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-import torch
 from torch.futures import Future
 
-from rayrpc._autograd.leader import run_backward
-from rayrpc._concurrency.latency_profile import profiled_by_name
 from rayrpc._concurrency.outcome import Error, Value, complete, fresh
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.rrefs.lazy import LazyRemote
+from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.serialization.codec import add_reducer, reduce_rref
 from rayrpc.errors import CallTimeoutError, RpcError
-from rayrpc.functions import async_execution
 from rayrpc.options import UNSET_RPC_TIMEOUT
 
-if TYPE_CHECKING:
-    from rayrpc._runtime.agent import Agent
-    from rayrpc._runtime.rrefs.context import RRefContext
-
-__all__ = ["PyRRef", "RRef", "RRefProxy", "rref_maker"]
+__all__ = ["PyRRef", "RRef", "rref_maker"]
 
 T = TypeVar("T")
 
@@ -62,6 +58,7 @@ class RRef(Generic[T]):
     _cell: Cell | None
     _creation: Cell | None
     _fork_id: GloballyUniqueId | None
+    _future: Future[Any] | None
     _owner: WorkerInfo
     _rref_id: GloballyUniqueId
 
@@ -85,14 +82,14 @@ class RRef(Generic[T]):
         self._creation = None
         self._future = None
         self._profiling = None
-        self._type = None
+        self._type: Any = None
 
     def __del__(self) -> None:
         fork_id = getattr(self, "_fork_id", None)
         if fork_id is not None:
             self._agent.rrefs.drop(fork_id)
 
-    # -- who and where ------------------------------------------------------------------------
+    # -- owner --------------------------------------------------------------------------------
 
     def is_owner(self) -> bool:
         """Tell whether this worker owns the value."""
@@ -129,7 +126,7 @@ class RRef(Generic[T]):
         self._raise_creation_error()
         owner = self._agent.lookup(self._owner)
         seconds = self._agent.resolve_timeout(timeout)
-        return self._agent.caller.fetch(owner, self._rref_id, seconds)  # type: ignore[no-any-return]
+        return cast(T, self._agent.caller.fetch(owner, self._rref_id, seconds))
 
     def local_value(self) -> T:
         """Return the value itself; only on its owner.
@@ -142,10 +139,10 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call "
                 f"localValue() on user {self._agent.info}. Call it on owner {self._owner}"
             )
-        return self._cell.wait().unwrap()  # type: ignore[no-any-return]
+        return cast(T, self._cell.wait().unwrap())
 
     def _raise_creation_error(self) -> None:
-        outcome = None if self._creation is None else self._creation.outcome
+        outcome = None if self._creation is None else self._creation.value
         if isinstance(outcome, Error) and isinstance(outcome.error, CallTimeoutError):
             raise CallTimeoutError(
                 "RRef creation via rpc.remote timed out, and it is possible that the RRef on the "
@@ -164,47 +161,45 @@ class RRef(Generic[T]):
 
     # -- calls on the value -------------------------------------------------------------------
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Any]:
         """Return a proxy whose methods run on the value, at its owner, and return the result.
 
         Args:
-            timeout (float): of each call in seconds.
+            timeout (float): of each call in seconds; 0: none; not given: the default.
+
+        Source: ``torch.distributed.rpc.RRef.rpc_sync``.
         """
-        from rayrpc import api
+        return RRefProxy(self, self._agent.user_api.rpc_sync, timeout)
 
-        return RRefProxy(self, api.rpc_sync, timeout)
-
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Future[Any]]:
         """Return a proxy whose methods run on the value, at its owner, and return Futures.
 
         Args:
-            timeout (float): of each call in seconds.
+            timeout (float): of each call in seconds; 0: none; not given: the default.
+
+        Source: ``torch.distributed.rpc.RRef.rpc_async``.
         """
-        from rayrpc import api
+        return RRefProxy(self, self._agent.user_api.rpc_async, timeout)
 
-        return RRefProxy(self, api.rpc_async, timeout)
-
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[RRef[Any]]:
         """Return a proxy whose methods run on the value, at its owner, and return RRefs.
 
         Args:
-            timeout (float): of each call in seconds.
+            timeout (float): of each call in seconds; 0: none; not given: the default.
+
+        Source: ``torch.distributed.rpc.RRef.remote``.
         """
-        from rayrpc import api
+        return RRefProxy(self, self._agent.user_api.remote, timeout)
 
-        return RRefProxy(self, api.remote, timeout)
-
-    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return what becomes the value when it is first used; it is sent as a reference.
+    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> LazyRemote[T]:
+        """Return an ``Await`` of the value, which is fetched when it is first used.
 
         Args:
-            timeout (float): of bringing it here, in seconds; 0: none; not given: the default.
+            timeout (float): of the fetch, in seconds; 0: none; not given: the default.
 
         Returns:
-            ``LazyRemote``.
+            ``LazyRemote``: it is sent to other workers as a reference.
         """
-        from rayrpc._jit.awaitable import LazyRemote
-
         return LazyRemote(self, timeout)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
@@ -212,13 +207,11 @@ class RRef(Generic[T]):
         future = self._type
         if future is None:
             if self._cell is not None:
-                future = _typeof_on_owner(self, False)
+                future = _done(_rref_typeof_on_owner(self))
             else:
-                from rayrpc import api
-
                 self._check("_get_type() on it")
                 self._raise_creation_error()
-                future = api.rpc_async(
+                future = self._agent.user_api.rpc_async(
                     self._owner, _rref_typeof_on_owner, args=(self,), timeout=timeout
                 )
             self._type = future
@@ -230,17 +223,26 @@ class RRef(Generic[T]):
             self._type = None  # ask again next time
             raise
 
-    def _get_future(self) -> Any:
-        """Return a Future that completes when the owner made the value."""
+    def begin_creation(self) -> Cell:
+        """Return the cell that takes the outcome of the call that creates the value."""
+        self._creation = Cell()
+        return self._creation
+
+    def _get_future(self) -> Future[Any]:
+        """Return a Future that completes when the owner has created the value (torch's name)."""
         if self._future is None:
-            future: Any = Future()
+            future: Future[Any] = Future()
             self._future = future
             if self._creation is None:
                 future.set_result(None)
             else:
-                soon = self._agent.caller.soon
-                self._creation.on_done(lambda done: soon(lambda: complete(future, done)))
+                run = self._agent.caller.run_callback
+                self._creation.on_done(lambda outcome: run(lambda: complete(future, outcome)))
         return self._future
+
+    def set_future(self, future: Future[Any]) -> None:
+        """Replace the Future of the creation by one that a hook made of it."""
+        self._future = future
 
     def _set_profiling_future(self, future: Any) -> None:
         self._profiling = future
@@ -259,25 +261,12 @@ class RRef(Generic[T]):
         Raises:
             RuntimeError: the value is no tensor, or the pass failed.
         """
-        if self._cell is None:
-            if dist_autograd_ctx_id == -1:
-                raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            from rayrpc import api
+        gradients.run_backward(self, dist_autograd_ctx_id, retain_graph)
 
-            args = (self, dist_autograd_ctx_id, retain_graph)
-            api.rpc_sync(self._owner, _backward_on_owner, args=args)
-            return
-        value: Any = self.local_value()
-        if not isinstance(value, torch.Tensor):
-            raise RpcError("RRef should contain a tensor for .backward()")
-        if dist_autograd_ctx_id == -1:
-            value.backward(retain_graph=retain_graph)
-        else:
-            run_backward(dist_autograd_ctx_id, [value], retain_graph)
+    # -- pickling -----------------------------------------------------------------------------
 
-    # -- travelling ---------------------------------------------------------------------------
-
-    def _share(self, rrefs: RRefContext, to: int | None) -> Fork:
+    def share(self, rrefs: RRefContext, to: int | None) -> Fork:
+        """Fork this RRef for a worker; see ``RRefContext.share``."""
         if self._cell is not None:
             return rrefs.share_owned(self._rref_id, self._cell, to)
         assert self._fork_id is not None
@@ -285,23 +274,23 @@ class RRef(Generic[T]):
         self._raise_creation_error()
         return rrefs.share_used(self._fork_id, to)
 
-    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+    def lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+        """Lend this RRef to its owner; see ``RRefContext.lend``."""
         if self._fork_id is None or not rrefs.is_counted(self._fork_id, to):
             return None
-        failed = self._creation is not None and isinstance(self._creation.outcome, Error)
+        failed = self._creation is not None and isinstance(self._creation.value, Error)
         return None if failed else self._rref_id
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
-        return tuple(self._share(self._agent.rrefs, None))
+        return tuple(self.share(self._agent.rrefs, None))
 
     @staticmethod
     def _deserialize(fork: tuple[Any, ...]) -> RRef[Any]:
         """Return the RRef that a tuple of ``_serialize`` is a fork of."""
         rref_id, fork_id, owner, parent = fork
-        return current.get_agent().rrefs.receive(  # type: ignore[no-any-return]
-            Fork(GloballyUniqueId(*rref_id), GloballyUniqueId(*fork_id), owner, parent)
-        )
+        received = Fork(GloballyUniqueId(*rref_id), GloballyUniqueId(*fork_id), owner, parent)
+        return cast(RRef[Any], current.get_agent().rrefs.receive(received))
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
@@ -348,93 +337,13 @@ def rref_maker(agent: Agent) -> Callable[..., RRef[Any]]:
     return make
 
 
-# -- proxies ----------------------------------------------------------------------------------
-
-
-def _typeof_on_owner(rref: RRef[Any], blocking: bool) -> Any:
-    kind = type(rref.local_value())
-    if blocking:
-        return kind
-    future: Any = Future()
-    future.set_result(kind)
-    return future
-
-
-def _backward_on_owner(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    rref.backward(context_id, retain_graph)
-
-
 def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
-    return _typeof_on_owner(rref, blocking)
+    """Return the type of a value at its owner, or a Future of it (torch's name)."""
+    kind = type(rref.local_value())
+    return kind if blocking else _done(kind)
 
 
-@profiled_by_name
-def _local_invoke(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref.local_value(), func_name)(*args, **kwargs)
-
-
-@profiled_by_name
-@async_execution
-def _local_invoke_async_execution(rref: RRef[Any], func_name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref.local_value(), func_name)(*args, **kwargs)
-
-
-class RRefProxy:
-    """Call methods of a value where it lives.
-
-    Args:
-        rref (RRef): references the value.
-        rpc_api (Callable): ``rpc_sync``, ``rpc_async`` or ``remote``.
-        timeout (float): of each call in seconds.
-    """
-
-    def __init__(
-        self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT
-    ) -> None:
-        self.rref = rref
-        self.rpc_api = rpc_api
-        self.rpc_timeout = timeout
-
-    def __getattr__(self, func_name: str) -> Callable[..., Any]:
-        return functools.partial(_invoke, self, func_name)
-
-
-def _invoke(proxy: RRefProxy, func_name: str, /, *args: Any, **kwargs: Any) -> Any:
-    rref, rpc_api, timeout = proxy.rref, proxy.rpc_api, proxy.rpc_timeout
-
-    def call(kind: type) -> Any:
-        func = _local_invoke
-        # only the method itself knows whether it returns a Future; scripted ones never do
-        scripted = issubclass(kind, torch.jit.ScriptModule)
-        if not scripted and hasattr(getattr(kind, func_name), "_wrapped_async_rpc_function"):
-            func = _local_invoke_async_execution
-        return rpc_api(rref.owner(), func, args=(rref, func_name, args, kwargs), timeout=timeout)
-
-    from rayrpc import api
-
-    if rpc_api is not api.rpc_async:
-        return call(rref._get_type(timeout=timeout))
-    kind = rref._get_type(timeout=timeout, blocking=False)
-    if kind.done():
-        try:
-            return call(kind.value())
-        except Exception as exc:
-            failed: Any = Future()
-            failed.set_exception(exc)
-            return failed
-    result: Any = Future()
-
-    def finish(done: Any) -> None:
-        try:
-            result.set_result(done.value())
-        except Exception as exc:
-            result.set_exception(exc)
-
-    def type_known(done: Any) -> None:
-        try:
-            call(done.value()).add_done_callback(finish)
-        except Exception as exc:
-            result.set_exception(exc)
-
-    kind.add_done_callback(type_known)
-    return result
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

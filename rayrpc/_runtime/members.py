@@ -1,0 +1,172 @@
+"""The members of a group, as one worker knows them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.membership import Member
+from rayrpc.errors import RpcError, WorkerDiedError
+
+__all__ = ["Members"]
+
+
+class Joined(Protocol):
+    """Called for each member that joins."""
+
+    def __call__(self, member: Member, predecessor: Member | None) -> None:
+        """Take a member that joined.
+
+        Args:
+            member: who joined.
+            predecessor: a member with the same id that has left, if that was not known yet.
+        """
+
+
+class Members:
+    """Know who is in a group, who was, and why that one is gone.
+
+    Args:
+        me (Member): this worker.
+        members (Iterable[Member]): all members, this worker included.
+        fetch (Callable): asks the directory for the members; used in dynamic groups, where the
+            news of a member may arrive later than its first call.
+        on_joined (Joined): called for each member that joins later.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        members: Iterable[Member],
+        fetch: Callable[[], list[Member]],
+        on_joined: Joined,
+    ) -> None:
+        self.me = me
+        self._fetch = fetch
+        self._on_joined = on_joined
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._by_id = {member.id: member for member in members}
+        self._by_name = {member.name: member for member in self._by_id.values()}
+        self._deaths: dict[str, WorkerDiedError] = {}  # by token
+        self._former: dict[str, Member] = {}  # the last one with a name
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether the group was made with a ``world_size``."""
+        return self.me.world_size is not None
+
+    def all(self) -> list[Member]:
+        """Return all members, by id."""
+        return sorted(self._by_id.values(), key=lambda member: member.id)
+
+    def find(self, worker_id: int) -> Member | None:
+        """Return the member with an id."""
+        return self._by_id.get(worker_id)
+
+    def name_of(self, worker_id: int) -> str:
+        """Return the name of the member with an id, for messages."""
+        member = self._by_id.get(worker_id)
+        return f"id {worker_id}" if member is None else member.name
+
+    def shares_main(self, worker_id: int) -> bool:
+        """Tell whether a member's ``__main__`` is the same program as this worker's."""
+        member = self._by_id.get(worker_id)
+        return member is not None and member.main == self.me.main
+
+    def lookup(self, to: str | int | WorkerInfo) -> Member:
+        """Return the member that a destination names, also one that is gone.
+
+        Raises:
+            RuntimeError: there is, and was, no such worker.
+            ValueError: ``to`` is no destination.
+        """
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+        elif isinstance(to, WorkerInfo):
+            found = self._by_id.get(to.id)
+            if found is not None and found.name != to.name:
+                found = None
+        elif isinstance(to, int) and not isinstance(to, bool):
+            found = self._by_id.get(to)
+        else:
+            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        return self._lookup_former_or_new(to) if found is None else found
+
+    def _lookup_former_or_new(self, to: str | int | WorkerInfo) -> Member:
+        def matches(member: Member) -> bool:
+            if isinstance(to, WorkerInfo):
+                return member.id == to.id and member.name == to.name
+            return to in (member.name, member.id)
+
+        for member in list(self._former.values()):
+            if matches(member) and member.name not in self._by_name:
+                return member
+        if not self.is_static:
+            for member in self._fetch():
+                if matches(member):
+                    self.add(member)
+                    return member
+        names = ", ".join(sorted(self._by_name))
+        wanted = to.name if isinstance(to, WorkerInfo) else to
+        raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
+
+    def death_of(self, member: Member) -> WorkerDiedError | None:
+        """Return why a member is gone, if it is."""
+        return self._deaths.get(member.token)
+
+    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
+        """Return why a worker given by its WorkerInfo is gone, if it is."""
+        former = self._former.get(info.name)
+        return self._deaths.get(former.token) if former is not None else None
+
+    # -- changes ------------------------------------------------------------------------------
+
+    def add(self, member: Member) -> None:
+        """Add a member that joined, unless it is known to be gone."""
+        with self._lock:
+            if member.token in self._deaths:
+                return
+            holder = self._by_id.get(member.id)
+            predecessor = holder if holder and holder.token != member.token else None
+            self._by_id[member.id] = member
+            self._by_name[member.name] = member
+            self._former.pop(member.name, None)
+            self._on_joined(member, predecessor)
+
+    def remove(self, member: Member, error: WorkerDiedError) -> None:
+        """Remove a member that left or died."""
+        with self._lock:
+            self._deaths[member.token] = error
+            self._former[member.name] = member
+            if self._by_id.get(member.id) == member:
+                del self._by_id[member.id]
+            if self._by_name.get(member.name) == member:
+                del self._by_name[member.name]
+
+    def notify(self) -> None:
+        """Have ``wait_until`` check its condition."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
+        """Wait until ``ready()``; it is checked whenever ``notify`` is called.
+
+        Args:
+            ready: the condition.
+            timeout: in seconds; None: none.
+
+        Returns:
+            False if it did not become true in time.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not ready():
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                self._changed.wait(left)
+        return True
