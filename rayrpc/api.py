@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rayrpc import backend_registry, config, internal
 from rayrpc._autograd.leader import run_backward
+from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -30,7 +31,6 @@ from rayrpc._runtime.all_gather import (
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._runtime.rrefs.lazy import LazyRemote
 from rayrpc.errors import NotInitializedError, RpcError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
@@ -271,6 +271,9 @@ class _UserApi:
     @property
     def remote(self) -> Callable[..., Any]:
         return remote
+
+    def lazy(self, rref: RRef[Any], timeout: float) -> LazyRemote[Any]:
+        return LazyRemote(rref, timeout)
 
     def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
         run_backward(context_id, roots, retain_graph)

@@ -7,6 +7,7 @@ import logging
 import os
 
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.rrefs.home import NO_AGENT, set_home
 from rayrpc.errors import NotInitializedError
 
 __all__ = ["get_agent", "is_set", "set_agent"]
@@ -29,10 +30,7 @@ def get_agent() -> Agent:
         NotInitializedError: there is none.
     """
     if _agent is None:
-        raise NotInitializedError(
-            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling "
-            "`rpc.init_rpc`)?"
-        )
+        raise NotInitializedError(NO_AGENT)
     return _agent
 
 
@@ -40,6 +38,7 @@ def set_agent(agent: Agent | None) -> None:
     """Make an agent, or none, the current one."""
     global _agent, _forgets_after_fork
     _agent = agent
+    set_home(agent)
     if not _forgets_after_fork:
         # a forked child has neither the agent's threads nor its connections
         os.register_at_fork(after_in_child=lambda: set_agent(None))

@@ -27,5 +27,8 @@ class UserApi(Protocol):
     def remote(self) -> Callable[..., Any]:
         """The function ``remote``."""
 
+    def lazy(self, rref: Any, timeout: float) -> Any:
+        """Return an ``Await`` of the value of an RRef."""
+
     def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
         """Run a backward pass of distributed autograd."""

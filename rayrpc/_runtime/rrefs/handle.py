@@ -10,12 +10,10 @@ from torch.futures import Future
 from rayrpc._concurrency.outcome import Error, Value, complete, fresh
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
-from rayrpc._runtime import current
-from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
-from rayrpc._runtime.rrefs.lazy import LazyRemote
+from rayrpc._runtime.rrefs.home import Home, get_home, is_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.serialization.codec import add_reducer, reduce_rref
 from rayrpc.errors import CallTimeoutError, RpcError
@@ -43,18 +41,18 @@ class RRef(Generic[T]):
 
     __slots__ = (
         "__weakref__",
-        "_agent",
         "_cell",
         "_creation",
         "_fork_id",
         "_future",
+        "_home",
         "_owner",
         "_profiling",
         "_rref_id",
         "_type",
     )
 
-    _agent: Agent
+    _home: Home
     _cell: Cell | None
     _creation: Cell | None
     _fork_id: GloballyUniqueId | None
@@ -63,18 +61,18 @@ class RRef(Generic[T]):
     _rref_id: GloballyUniqueId
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        agent = current.get_agent()
-        self._fill(agent, agent.rrefs.new_id(), None, agent.info, Cell(Value(value)))
+        home = get_home()
+        self._fill(home, home.rrefs.new_id(), None, home.info, Cell(Value(value)))
 
     def _fill(
         self,
-        agent: Agent,
+        home: Home,
         rref_id: GloballyUniqueId,
         fork_id: GloballyUniqueId | None,
         owner: WorkerInfo,
         cell: Cell | None,
     ) -> None:
-        self._agent = agent
+        self._home = home
         self._rref_id = rref_id
         self._fork_id = fork_id
         self._owner = owner
@@ -87,7 +85,7 @@ class RRef(Generic[T]):
     def __del__(self) -> None:
         fork_id = getattr(self, "_fork_id", None)
         if fork_id is not None:
-            self._agent.rrefs.drop(fork_id)
+            self._home.rrefs.drop(fork_id)
 
     # -- owner --------------------------------------------------------------------------------
 
@@ -105,7 +103,7 @@ class RRef(Generic[T]):
 
     def confirmed_by_owner(self) -> bool:
         """Tell whether the owner is known to count this reference."""
-        return self._fork_id is None or self._agent.rrefs.is_confirmed(self._fork_id)
+        return self._fork_id is None or self._home.rrefs.is_confirmed(self._fork_id)
 
     # -- the value ----------------------------------------------------------------------------
 
@@ -124,9 +122,9 @@ class RRef(Generic[T]):
             return self.local_value()
         self._check("to_here() on it")
         self._raise_creation_error()
-        owner = self._agent.lookup(self._owner)
-        seconds = self._agent.resolve_timeout(timeout)
-        return cast(T, self._agent.caller.fetch(owner, self._rref_id, seconds))
+        owner = self._home.lookup(self._owner)
+        seconds = self._home.resolve_timeout(timeout)
+        return cast(T, self._home.caller.fetch(owner, self._rref_id, seconds))
 
     def local_value(self) -> T:
         """Return the value itself; only on its owner.
@@ -137,7 +135,7 @@ class RRef(Generic[T]):
         if self._cell is None:
             raise RuntimeError(
                 f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call "
-                f"localValue() on user {self._agent.info}. Call it on owner {self._owner}"
+                f"localValue() on user {self._home.info}. Call it on owner {self._owner}"
             )
         return cast(T, self._cell.wait().unwrap())
 
@@ -150,9 +148,9 @@ class RRef(Generic[T]):
             ) from fresh(outcome.error)
 
     def _check(self, action: str) -> None:
-        if self._fork_id is not None and not self._agent.rrefs.is_held(self._fork_id):
-            lost = self._agent.death_of_owner(self._owner)
-            if lost is not None and current.is_set() and current.get_agent() is self._agent:
+        if self._fork_id is not None and not self._home.rrefs.is_held(self._fork_id):
+            lost = self._home.death_of_owner(self._owner)
+            if lost is not None and is_home(self._home):
                 raise lost
             raise RpcError(
                 f"User RRef with RRefId={self._rref_id} and ForkId={self._fork_id} has been "
@@ -169,7 +167,7 @@ class RRef(Generic[T]):
 
         Source: ``torch.distributed.rpc.RRef.rpc_sync``.
         """
-        return RRefProxy(self, self._agent.user_api.rpc_sync, timeout)
+        return RRefProxy(self, self._home.user_api.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Future[Any]]:
         """Return a proxy whose methods run on the value, at its owner, and return Futures.
@@ -179,7 +177,7 @@ class RRef(Generic[T]):
 
         Source: ``torch.distributed.rpc.RRef.rpc_async``.
         """
-        return RRefProxy(self, self._agent.user_api.rpc_async, timeout)
+        return RRefProxy(self, self._home.user_api.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[RRef[Any]]:
         """Return a proxy whose methods run on the value, at its owner, and return RRefs.
@@ -189,9 +187,9 @@ class RRef(Generic[T]):
 
         Source: ``torch.distributed.rpc.RRef.remote``.
         """
-        return RRefProxy(self, self._agent.user_api.remote, timeout)
+        return RRefProxy(self, self._home.user_api.remote, timeout)
 
-    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> LazyRemote[T]:
+    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return an ``Await`` of the value, which is fetched when it is first used.
 
         Args:
@@ -200,7 +198,7 @@ class RRef(Generic[T]):
         Returns:
             ``LazyRemote``: it is sent to other workers as a reference.
         """
-        return LazyRemote(self, timeout)
+        return self._home.user_api.lazy(self, timeout)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the type of the value, or a Future of it; asked for once."""
@@ -211,7 +209,7 @@ class RRef(Generic[T]):
             else:
                 self._check("_get_type() on it")
                 self._raise_creation_error()
-                future = self._agent.user_api.rpc_async(
+                future = self._home.user_api.rpc_async(
                     self._owner, _rref_typeof_on_owner, args=(self,), timeout=timeout
                 )
             self._type = future
@@ -236,7 +234,7 @@ class RRef(Generic[T]):
             if self._creation is None:
                 future.set_result(None)
             else:
-                run = self._agent.caller.run_callback
+                run = self._home.caller.run_callback
                 self._creation.on_done(lambda outcome: run(lambda: complete(future, outcome)))
         return self._future
 
@@ -283,14 +281,14 @@ class RRef(Generic[T]):
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
-        return tuple(self.share(self._agent.rrefs, None))
+        return tuple(self.share(self._home.rrefs, None))
 
     @staticmethod
     def _deserialize(fork: tuple[Any, ...]) -> RRef[Any]:
         """Return the RRef that a tuple of ``_serialize`` is a fork of."""
         rref_id, fork_id, owner, parent = fork
         received = Fork(GloballyUniqueId(*rref_id), GloballyUniqueId(*fork_id), owner, parent)
-        return cast(RRef[Any], current.get_agent().rrefs.receive(received))
+        return cast(RRef[Any], get_home().rrefs.receive(received))
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
@@ -321,8 +319,8 @@ PyRRef = RRef
 add_reducer(RRef, reduce_rref)
 
 
-def rref_maker(agent: Agent) -> Callable[..., RRef[Any]]:
-    """Return what makes the agent's handles of RRefs."""
+def rref_maker(home: Home) -> Callable[..., RRef[Any]]:
+    """Return what makes the handles of a worker."""
 
     def make(
         rref_id: GloballyUniqueId,
@@ -331,7 +329,7 @@ def rref_maker(agent: Agent) -> Callable[..., RRef[Any]]:
         cell: Cell | None,
     ) -> RRef[Any]:
         rref: RRef[Any] = RRef.__new__(RRef)
-        rref._fill(agent, rref_id, fork_id, agent.info_of(owner), cell)
+        rref._fill(home, rref_id, fork_id, home.info_of(owner), cell)
         return rref
 
     return make

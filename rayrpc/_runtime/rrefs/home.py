@@ -1,0 +1,88 @@
+"""The worker that handles of RRefs belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
+from rayrpc._protocol.membership import Member
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.user_api import UserApi
+from rayrpc.errors import NotInitializedError, WorkerDiedError
+
+__all__ = ["Home", "NO_AGENT", "get_home", "is_home", "set_home"]
+
+
+# torch's text
+NO_AGENT = (
+    "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling "
+    "`rpc.init_rpc`)?"
+)
+
+
+class Fetcher(Protocol):
+    """What handles need of the caller."""
+
+    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
+        """Return a copy of the value of an RRef."""
+
+    def run_callback(self, task: Callable[[], None]) -> None:
+        """Run a task that may run users' code."""
+
+
+class Home(Protocol):
+    """What handles need of their worker; the agent is one."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker."""
+
+    @property
+    def rrefs(self) -> RRefContext:
+        """Its RRefs."""
+
+    @property
+    def caller(self) -> Fetcher:
+        """Makes its calls."""
+
+    @property
+    def user_api(self) -> UserApi:
+        """The functions that its users call."""
+
+    def lookup(self, to: WorkerInfo) -> Member:
+        """Return the member with this name and id."""
+
+    def info_of(self, worker_id: int) -> WorkerInfo:
+        """Return the WorkerInfo for an id."""
+
+    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
+        """Return why a worker is gone, if it is."""
+
+    def resolve_timeout(self, timeout: float) -> float | None:
+        """Return a call's timeout in seconds; None: it has none."""
+
+
+_home: Home | None = None
+
+
+def set_home(home: Home | None) -> None:
+    """Make a worker, or none, this process's own; ``current.set_agent`` calls it."""
+    global _home
+    _home = home
+
+
+def is_home(home: Home) -> bool:
+    """Tell whether a worker is this process's own, and has not been shut down."""
+    return home is _home
+
+
+def get_home() -> Home:
+    """Return this process's worker.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _home is None:
+        raise NotInitializedError(NO_AGENT)
+    return _home
