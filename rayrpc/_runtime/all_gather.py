@@ -1,8 +1,8 @@
-"""Gathering objects of all workers by calls, as torch's ``_all_gather`` does.
+"""All-gather of objects by calls, after torch's ``_all_gather``.
 
-All send theirs to the first by name, the leader, which sends all to all.  A member that dies ends
-a gathering with its error; where only survivors count (shutdown), the gathering goes on without
-it, and the next by name takes over from a leader that died.
+Each worker sends its object to the leader, the first by name; the leader sends all objects to all.
+If a member dies, the gathering fails with its WorkerDiedError.  At shutdown only survivors count:
+the gathering goes on without the dead, and the next by name succeeds a dead leader.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["AllGatherStates", "Calls", "gather"]
 
 
 class AllGatherStates:
-    """What one gathering has so far.
+    """The state of one gathering.
 
     ``gathered_objects`` maps names to objects; ``proceed_signal`` is set when it is complete.
     """
@@ -49,19 +49,22 @@ class Calls(NamedTuple):
 def gather(
     agent: Agent, calls: Calls, obj: Any, names: set[str], timeout: float, survivors: bool
 ) -> dict[str, Any]:
-    """Return the objects of all named workers, by name.
+    """Exchange objects with all named workers.
 
     Args:
         agent: of this worker.
-        calls: how to call.
-        obj: this worker's.
-        names: who takes part.
+        calls: the functions to call with.
+        obj: this worker's object.
+        names: of the workers that take part.
         timeout: in seconds; 0: none; -1: the default, for each call.
         survivors: go on without workers that die.
 
+    Returns:
+        The objects, by the worker's name.
+
     Raises:
-        WorkerDiedError: one died, and not only survivors count.
-        GroupError: some did not come in time.
+        WorkerDiedError: a worker died, and ``survivors`` is False.
+        GroupError: a worker did not call in time.
     """
     me = agent.get_worker_info().name
     with _all_gather_dict_lock:
@@ -82,17 +85,17 @@ def gather(
         while True:
             living = _living(agent, names)
             if not survivors:
-                _refuse_dead(agent, names - living)
+                _raise_if_dead(agent, names - living)
             leader = min(living)
             if leader == me:
                 if not agent.wait_until(lambda: not absent(), patience):
                     raise GroupError(
-                        f"Workers {absent()} did not come to a gathering of {sorted(names)} in "
+                        f"Workers {absent()} did not join a gathering of {sorted(names)} within "
                         f"{patience} s. They are alive: call the same function on each of them."
                     )
                 if not survivors:
-                    _refuse_dead(agent, names - _living(agent, names))
-                _tell_followers(agent, calls, sequence_id, states, names, rpc_timeout, survivors)
+                    _raise_if_dead(agent, names - _living(agent, names))
+                _send_to_followers(agent, calls, sequence_id, states, names, rpc_timeout, survivors)
                 return states.gathered_objects
             try:
                 args = (sequence_id, me, obj, names)
@@ -107,8 +110,8 @@ def gather(
 
             if not agent.wait_until(settled, patience):
                 raise GroupError(
-                    f"{leader!r}, which leads a gathering of {sorted(names)}, did not hear from "
-                    f"all of them in {patience} s. Call the same function on each of them."
+                    f"{leader!r}, which leads a gathering of {sorted(names)}, did not receive the "
+                    f"objects of all within {patience} s. Call the same function on each of them."
                 )
             if states.proceed_signal.is_set():
                 return states.gathered_objects
@@ -117,7 +120,7 @@ def gather(
             _all_gather_sequence_id_to_states.pop(sequence_id, None)
 
 
-def _tell_followers(
+def _send_to_followers(
     agent: Agent,
     calls: Calls,
     sequence_id: str,
@@ -152,7 +155,7 @@ def _living(agent: Any, names: set[str]) -> set[str]:
     return names & {info.name for info in agent.get_worker_infos()}
 
 
-def _refuse_dead(agent: Agent, names: set[str]) -> None:
+def _raise_if_dead(agent: Agent, names: set[str]) -> None:
     for name in sorted(names):
         error = agent.death_of(agent.lookup(name))
         if error is not None:

@@ -1,8 +1,10 @@
-"""Event loops for the async functions of users that others call.
+"""Event loops for users' async functions.
 
-All coroutines of a worker share one loop, as asyncio's locks and queues ask for.  A coroutine that
-blocks it, by a call that waits for another worker, must not keep those from running that the other
-worker needs: such a loop is left to the coroutines that it has, and new ones get another.
+The coroutines of a worker share one loop, because asyncio's locks and queues belong to a loop.  If
+a coroutine blocks the loop, the loop is retired: it keeps its coroutines, and new ones run on
+another loop.  Else two workers that call one another could wait for ever.
+
+    IDLE ── submit ──> CURRENT ── blocked ──> RETIRED ── last coroutine done ──> closed
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from rayrpc._concurrency.reader import on_block
 
 __all__ = ["Coroutines", "stepwise"]
 
-# A loop that takes no new coroutine for so long is blocked by something that does not say so.
+# A loop that takes no coroutine out of the queue for this long is blocked outside of rayrpc.
 STUCK_SECONDS = 1.0
 
 Done = Callable[[Outcome[Any]], None]
@@ -62,7 +64,7 @@ class Coroutines:
         self._waiting.set()
 
     def close(self) -> None:
-        """Cancel what runs, and end the loops."""
+        """Cancel all coroutines and stop the loops."""
         with self._lock:
             self._closed = True
             loops = list(self._loops)
@@ -74,7 +76,7 @@ class Coroutines:
             loop.end()
 
     def _wake(self) -> None:
-        """Have a loop look into the queue."""
+        """Have the current loop, made if need be, take from the queue."""
         if self._current is None:
             self._current = _Loop(f"{self._name}-{len(self._loops)}", self._take, self._leave)
             self._loops.add(self._current)
@@ -91,7 +93,7 @@ class Coroutines:
             return None
 
     def _leave(self, loop: _Loop, ends: bool) -> None:
-        """Give a loop no more coroutines; ``ends``: it has run all that it had."""
+        """Stop giving coroutines to a loop; ``ends``: its last coroutine is done."""
         with self._lock:
             if self._current is loop:
                 self._current = None
@@ -127,17 +129,17 @@ class _Loop:
         self._leave = leave
         self._count = 0
         self._is_retired = False
-        #: it does not look into the queue by itself
+        #: it waits for ``wake``
         self.is_idle = True
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def wake(self) -> None:
-        """Have it take what is in the queue."""
+        """Have the loop take from the queue."""
         self._loop.call_soon_threadsafe(self._next)
 
     def retire(self) -> None:
-        """Take no more; end with the last coroutine."""
+        """Take no more coroutines; close after the last one."""
         if self._is_retired:
             return
         self._is_retired = True
@@ -146,7 +148,7 @@ class _Loop:
             self._loop.call_soon_threadsafe(self._end_if_empty)
 
     def end(self) -> None:
-        """End it soon, and what runs in it."""
+        """Stop the loop and cancel its coroutines."""
         self._is_retired = True
         with contextlib.suppress(RuntimeError):  # it has just ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)

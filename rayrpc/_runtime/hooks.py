@@ -1,10 +1,14 @@
 """Concerns that accompany calls: profiling, metrics, distributed autograd.
 
-Each is a ``Hook`` in a file of its own, registered on the agent.  The caller and the callee run
-the hooks that want a call; a call that none wants pays for one look at a list.
+Each is a ``Hook`` in a file of its own, registered on the agent.  A call without an interested hook
+costs one check of a list.
 
-    caller:  send ──> (frame with meta) ──> callee:  receive, the user's function, reply
-    caller:  result <── (reply with meta) <──
+    caller                                          callee
+    before_send, encode, after_encode
+    make_future ── request with meta ─────────────> before_run (on_undecodable if decoding fails)
+    after_send                                      the user's function; before_resume: a coroutine
+                                                    before_reply, encode, after_encode_reply
+    on_result <─────────── reply with meta ────────
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ class OutgoingCall:
         to (WorkerInfo): the callee.
         src (WorkerInfo): the caller.
         invocation (Invocation): what to run.
-        meta (dict): what hooks send along, by hook name.
-        notes (dict): what hooks remember until the result is there, by hook name.
+        meta (dict): entries that hooks send with the request, by hook name.
+        notes (dict): state of the hooks until ``on_result``, by hook name.
     """
 
     mode: str
@@ -50,9 +54,9 @@ class IncomingCall:
     Args:
         src (int): id of the caller.
         invocation (Invocation | None): what to run; None once it has run, and for a fetch.
-        meta (dict): what the caller's hooks sent.
-        reply_meta (dict): what hooks send back, by hook name.
-        notes (dict): what hooks remember until the reply is sent, by hook name.
+        meta (dict): entries of the caller's hooks.
+        reply_meta (dict): entries that hooks send with the reply, by hook name.
+        notes (dict): state of the hooks until the reply is sent, by hook name.
     """
 
     src: int
@@ -67,7 +71,7 @@ class Hook:
 
     #: names its entries in ``meta``
     name = ""
-    #: a blocking call has to have a Future, too
+    #: blocking calls need a Future too, for ``after_send``
     needs_future = False
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
@@ -81,49 +85,49 @@ class Hook:
         return {}
 
     def wants(self) -> bool:
-        """Tell whether calls made by this thread right now concern this hook."""
+        """Tell whether this hook takes part in the calls that this thread makes now."""
         return True
 
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
-        """Prepare a call; the context is entered while it is being sent."""
+        """Prepare a request; the returned context spans its encoding."""
         return contextlib.nullcontext()
 
     def after_encode(self, call: OutgoingCall) -> None:
-        """Note that the call's message is complete, and about to be sent."""
+        """Add to ``call.meta``; the request is encoded, and not sent yet."""
 
     def make_future(self, call: OutgoingCall) -> Any:
-        """Return the Future for a call, if it is to be a special one."""
+        """Return the Future for a call; None: a plain one will do."""
         return None
 
     def after_send(self, call: OutgoingCall, future: Any) -> Any:
-        """Return the Future to give to the user instead of ``future``, which ends with the call."""
+        """Return the Future for the user: ``future``, which completes with the call, or another."""
         return future
 
     def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        """Accept a call that has this hook's meta; the context spans the user's function."""
+        """Accept a call with meta of this hook; the returned context spans the user's function."""
         return contextlib.nullcontext()
 
     def on_undecodable(self, src: int, meta: Any) -> None:
-        """Note a call from a worker that had this hook's meta, but could not be decoded."""
+        """Handle this hook's meta of a call from worker ``src`` that could not be decoded."""
 
     def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        """Return the context of one more step of the user's function, if it is a coroutine."""
+        """Return the context of the next step of a coroutine."""
         return contextlib.nullcontext()
 
     def before_reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        """Prepare a reply with a value; the context spans its encoding."""
+        """Prepare a reply with a value; the returned context spans its encoding."""
         return contextlib.nullcontext()
 
     def after_encode_reply(self, call: IncomingCall) -> None:
-        """Note that the reply is complete, and about to be sent."""
+        """Add to ``call.reply_meta``; the reply is encoded, and not sent yet."""
 
     def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
-        """Return the value to give to the user instead of ``value``."""
+        """Return the value for the user; ``meta`` is what this hook sent with the reply."""
         return value
 
 
 def all_of(steps: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """Return one context for those of all hooks; most often there is one."""
+    """Return one context that enters all; most often there is one."""
     return steps[0] if len(steps) == 1 else _entered_in_turn(steps)
 
 

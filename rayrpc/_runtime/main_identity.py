@@ -1,4 +1,4 @@
-"""Which program a process runs: do two processes share what is in their ``__main__``?"""
+"""Whether two processes run the same program, so that they share ``__main__``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["main_identity"]
 
 @functools.cache
 def main_identity() -> str:
-    """Return a text that is equal in two processes whose ``__main__`` is the same file.
+    """Return a string that is equal in two processes whose ``__main__`` is the same file.
 
-    Where it is equal, functions and classes of ``__main__`` go by reference; else, and in
+    If it is equal, functions and classes of ``__main__`` are pickled by reference; else, and in
     notebooks and consoles, by value.
     """
     main = sys.modules.get("__mp_main__") or sys.modules.get("__main__")

@@ -4,8 +4,8 @@
     ... else cloudpickle    by value: lambdas, closures, and what lives in a ``__main__`` that the
                             other side does not share (a notebook cell)
 
-Tensors leave the pickle as protocol-5 buffers (``tensors.py``); RRefs leave it as forks, listed
-in the payload's header so that none is lost when the rest cannot be read.
+Tensors leave the pickle as protocol-5 buffers (``tensors``).  RRefs leave it as forks, listed in
+the payload's header, so that none is lost when the rest cannot be unpickled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOT_ON_CALLEE = (
 
 
 class Sharer(Protocol):
-    """How RRefs become forks and forks RRefs; the agent does it."""
+    """Turns RRefs into forks and back; ``RRefContext`` is one."""
 
     def share(self, rref: Any, to: int | None) -> Fork:
         """Fork ``rref`` for worker ``to``."""
@@ -51,20 +51,20 @@ class Sharer(Protocol):
         """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
 
     def borrow(self, rref_id: GloballyUniqueId) -> Any:
-        """Return the RRef of ours that another worker lent us."""
+        """Return the RRef that this worker owns, and another lent to it."""
 
     def unshare(self, fork: Fork) -> None:
-        """Take back a fork that was not sent."""
+        """Undo a fork that was not sent."""
 
     def receive(self, fork: Fork) -> Any:
-        """Return the RRef that a fork is a share of."""
+        """Return the RRef of a received fork."""
 
     def discard(self, fork: Fork) -> None:
-        """Take a fork that nobody wants, and let go of it."""
+        """Receive a fork and release it."""
 
 
 class _Encoding:
-    """What the reducers of one pickle need and leave."""
+    """What the reducers of one pickle use, and what they collect."""
 
     __slots__ = ("_lends", "_sharer", "_to", "buffers", "by_value", "devices", "forks", "lent")
 
@@ -94,12 +94,12 @@ class _Encoding:
 
 
 class _Session(threading.local):
-    """The pickles under way in this thread."""
+    """The pickles that this thread is making or reading."""
 
     encoding: _Encoding | None = None
-    sharer: Sharer | None = None  # of who decodes
+    sharer: Sharer | None = None  # of the codec that decodes
     receive: Callable[[int], Any] | None = None
-    reduce: Reducer | None = None  # of a pickler of the user's
+    reduce: Reducer | None = None  # for RRefs, in a user's pickler
 
 
 _session = _Session()
@@ -143,7 +143,7 @@ def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[An
         torch.jit.save(function, file)
         return _load_script_module, (file.getvalue(),)
     if _session.encoding is not None and _session.encoding.by_value:
-        # compiled code names others that only this process has; the original brings them along
+        # compiled code names functions of this process; the Python original is pickled with them
         return _itself, (original,)
     if "<locals>" in original.__qualname__:
         raise pickle.PicklingError(f"{original.__qualname__} cannot be found by its name")
@@ -192,7 +192,7 @@ def add_reducer(cls: type, reducer: Reducer) -> None:
     _REDUCERS[cls] = reducer
 
 
-# What has no inner objects, and nothing to look up.
+# Types without inner objects and without a reducer.
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -233,7 +233,7 @@ class Codec:
     """Encode and decode for one worker.
 
     Args:
-        sharer (Sharer): what to do with RRefs.
+        sharer (Sharer): forks and receives RRefs.
     """
 
     def __init__(self, sharer: Sharer) -> None:
@@ -250,12 +250,12 @@ class Codec:
         """Pickle ``obj`` for worker ``to``.
 
         Args:
-            obj: what to send.
+            obj: the object.
             to (int | None): the receiving worker's id; None if not known.
             shares_main (bool): the receiver's ``__main__`` is the same program as ours.
             devices (DeviceMap | None): where tensors go there.
-            lends (bool): it is the request of a call: the receiver's own RRefs need no fork,
-                because ours stay until it has answered.
+            lends (bool): lend the receiver its own RRefs instead of forking them: for requests,
+                whose caller keeps its forks until the reply.
 
         Raises:
             SerializationError: it cannot be pickled, by reference or by value.
@@ -355,7 +355,11 @@ class Codec:
 
 
 def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tensor]]:
-    """Return ``obj`` as bytes and the tensors in it, RRefs reduced by ``rref_reducer``."""
+    """Pickle an object for a user's pickler.
+
+    Returns:
+        The bytes, and the tensors that left the pickle; RRefs are reduced by ``rref_reducer``.
+    """
     tensors: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> Any:
@@ -375,7 +379,7 @@ def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tens
 
 
 def load_tables(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the object that ``dump_tables`` took."""
+    """Unpickle what ``dump_tables`` returned."""
     outer = _tables.tensors
     _tables.tensors = tensors
     try:

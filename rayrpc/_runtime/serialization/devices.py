@@ -1,8 +1,8 @@
-"""Device maps: which device of a peer a tensor goes to.
+"""Device maps: the device of a tensor at the receiver.
 
-A call's arguments go by its caller's map for the callee, and its result comes back by the reverse
-of the same map, as in torch.  Tensors that are not on the CPU are copied to host memory to travel,
-and from there to the device that the map names.
+As in torch, arguments use the caller's map for the callee, and the result uses the reverse of the
+same map.  Tensors on other devices than the CPU are copied to host memory, sent, and copied to the
+device that the map names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNMAPPED = ("cpu", "meta")
 
 
 class DeviceRoutes:
-    """Know the device maps that concern one worker.
+    """The device maps that concern one worker.
 
     Args:
         name (str): of this worker.
@@ -39,9 +39,9 @@ class DeviceRoutes:
         self._reverse: dict[int, DeviceMap] = {}
 
     def add(self, member: Member) -> None:
-        """Take the maps of a member that joined."""
+        """Add the maps of a member that joined."""
         to_me = member.extra.get("device_maps", {}).get(self._name, {})
-        # texts: the directory, which passes members on, knows no devices
+        # strings, because the directory does not import torch
         reverse = {torch.device(mine): torch.device(theirs) for theirs, mine in to_me.items()}
         if reverse:
             self._reverse[member.id] = reverse
@@ -49,19 +49,19 @@ class DeviceRoutes:
             self._reverse.pop(member.id, None)
 
     def of_calls(self, to: str) -> DeviceMap | None:
-        """Return the map for what this worker sends to one that it calls, by name."""
+        """Return the map for requests to a callee, by its name."""
         return self._maps.get(to) if self._maps else None
 
     def of_results(self, to: int) -> DeviceMap | None:
-        """Return the map for what this worker sends back to a caller, by id."""
+        """Return the map for replies to a caller, by its id."""
         return self._reverse.get(to) if self._reverse else None
 
 
 def refuse(device: torch.device, what: str, peer: str) -> DeviceMapError:
-    """Return the error of a tensor that is on a device without a place at the peer.
+    """Return the error for a tensor on a device that no map names.
 
     Args:
-        device: where it is.
+        device: of the tensor.
         what: "Request" or "Response".
         peer: name of the receiver.
     """
@@ -76,7 +76,7 @@ def refuse(device: torch.device, what: str, peer: str) -> DeviceMapError:
 def reduce_mapped(
     tensor: torch.Tensor, devices: DeviceMap, reduce: Callable[[torch.Tensor], Any]
 ) -> Any:
-    """Return the pickle reduction of a tensor for a peer that there is a device map for.
+    """Return the pickle reduction of a tensor by a device map.
 
     Args:
         tensor: on any device.
@@ -93,7 +93,7 @@ def reduce_mapped(
     if target is None:
         raise NoDeviceError(source)
     if tensor.layout is not torch.strided or (source == target and source.type in _UNMAPPED):
-        return reduce(tensor)  # of another layout: the dense tensors in it come here in turn
+        return reduce(tensor)  # the inner dense tensors of another layout are reduced by this too
     host = tensor.detach().to(_CPU)
     return place, (*reduce(host), str(target), tensor.requires_grad)
 

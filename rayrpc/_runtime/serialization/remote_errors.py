@@ -1,8 +1,8 @@
-"""Errors of users' functions on their way back to the caller.
+"""Errors of users' functions, from the callee to the caller.
 
-As in torch, the caller gets an exception of the same type, made from one text: the worker, the
-error and its traceback there.  A type that cannot be made from one text, or not be imported by
-the caller, becomes a RuntimeError that carries both.
+As in torch, the caller raises an exception of the same type, made from one string: the worker, the
+error and its traceback.  If the type cannot be made from one string, or not be imported, the caller
+raises a RuntimeError with that string.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RemoteException", "describe", "rebuild"]
 
 
 class RemoteException(NamedTuple):
-    """An exception as it travels.
+    """An exception in a reply.
 
     Args:
         msg (str): worker, error and traceback.
@@ -40,17 +40,17 @@ class RemoteException(NamedTuple):
 def describe(
     error: BaseException, worker: WorkerInfo, encode: Callable[[Any], bytes]
 ) -> RemoteException:
-    """Return what to send for an error that a function raised on ``worker``.
+    """Describe an error that a function raised on ``worker``.
 
-    The same text goes to this worker's stderr, where its user looks first.
+    The text is also printed to this worker's stderr.
 
     Args:
-        error: what was raised.
+        error: the exception.
         worker: this worker.
         encode: pickles a type for the caller.
     """
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # whatever the error's class may do here, its text must reach the caller
+    # a class with a broken __repr__ must not hide the error
     try:
         shown = repr(error)
     except Exception:
@@ -74,7 +74,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 def _unescape(text: str) -> str:
-    # repr() escaped the line breaks of the error's own text; show them
+    # repr() escaped the line breaks of the error's text
     return re.sub(r"\\([ntr\\'\"])", lambda found: _ESCAPES[found.group(1)], text)
 
 

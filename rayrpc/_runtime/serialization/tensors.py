@@ -1,12 +1,12 @@
 """Tensors as protocol-5 buffers.
 
-A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are one ``PickleBuffer``
-over the tensor's own memory, so sending copies nothing here; the receiver's tensor lies on the
-buffer that the transport brought, which belongs to it alone.  Torch's own reduction pickles the
-same tensor four to ten times slower, and cannot do without a copy.
+A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` over the
+tensor's own memory, so that encoding copies nothing.  The receiver's tensor uses the buffer of the
+received frame, which belongs to it alone.  Torch's reduction takes four to ten times as long, and
+copies.
 
-Sparse, quantized and other layouts and subclasses keep torch's reduction, whose inner dense
-tensors come back here.  For tensors on other devices see ``devices.py``.
+Sparse, quantized and other layouts and subclasses keep torch's reduction; the dense tensors in them
+are reduced here.  For tensors on other devices see ``devices``.
 """
 
 from __future__ import annotations
