@@ -187,7 +187,7 @@ class Agent:
                 self.optimizer.step()
 
     def close(self) -> None:
-        """Let go of the observers, and so, through them, of the references to this agent."""
+        """Release the observers, and with them their references to this agent."""
         self.observers.clear()
 
     def _estimate(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -266,7 +266,7 @@ def train(args: argparse.Namespace) -> float:
 
 
 def run(rank: int, args: argparse.Namespace) -> None:
-    """One rank: 0 is the agent, the others lend themselves to the calls it makes."""
+    """One rank: 0 is the agent, the others serve the calls that it makes."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29530")
     name = "agent" if rank == 0 else f"observer{rank - 1}"

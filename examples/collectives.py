@@ -1,8 +1,8 @@
 """Collective communication: processes estimate pi together, by throwing darts.
 
 The first process chooses a seed and broadcasts it. Each throws its own darts, the hits are
-summed everywhere (``all_reduce``), everybody's own estimate is gathered (``all_gather``), and
-the first process collects reports as they come, from whoever is ready (``recv`` of any source).
+summed everywhere (``all_reduce``), the processes' own estimates are gathered (``all_gather``), and
+the first process receives reports as they arrive (``recv`` of any source).
 
 Run::
 

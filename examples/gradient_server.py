@@ -2,8 +2,8 @@
 
 Every process pushes its gradients to one of the secondary reducers, chosen at random. A reducer
 takes the mean of as many as come first, and passes it on to the primary one, which has the
-optimizer take a step and publishes the parameters; the learning rate falls as it goes. Nobody
-waits for a process that is slow.
+optimizer take a step and publishes the parameters; the learning rate falls meanwhile. No process
+waits for a slow one.
 
 Run::
 

@@ -2,8 +2,8 @@
 
 Shows the smallest complete program: join a group (``init_rpc``), call a function on another
 worker and wait (``rpc_sync``), call it without waiting and chain work onto the result
-(``rpc_async`` and ``then``), make an object over there and use it from here (``remote`` and
-its ``RRef``), leave the group (``shutdown``).
+(``rpc_async`` and ``then``), make an object on the other worker and use it from this one
+(``remote`` and its ``RRef``), leave the group (``shutdown``).
 
 Terminal 1::
 

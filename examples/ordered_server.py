@@ -1,8 +1,9 @@
 """An ordered server: many writers of one value, none of whom overwrites another.
 
 Each process measures something (here: rolls dice) and keeps the statistics of all processes
-together up to date in an ordered server. The server takes a new version only from who has seen
-the newest one; who is refused pulls that, and tries again. No lock is held between the processes.
+together up to date in an ordered server. The server accepts a new version only from a process that
+has pulled the newest one; a process that is refused pulls it and tries again. No lock is held
+between the processes.
 
 Run::
 

@@ -176,7 +176,7 @@ def serve(args: argparse.Namespace) -> float:
 
 
 def run(rank: int, args: argparse.Namespace) -> None:
-    """One rank: 0 is the server, the others lend themselves to the calls it makes."""
+    """One rank: 0 is the server, the others serve the calls that it makes."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29520")
     name = "ps" if rank == 0 else f"trainer{rank}"

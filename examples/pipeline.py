@@ -119,7 +119,7 @@ def train_in_one_process(args: argparse.Namespace) -> list[float]:
 
 
 def run(rank: int, args: argparse.Namespace) -> None:
-    """One rank: 0 is the master, the others lend themselves to the calls it makes."""
+    """One rank: 0 is the master, the others serve the calls that it makes."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29540")
     torch.set_num_threads(1)

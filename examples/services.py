@@ -1,4 +1,4 @@
-"""Values and services by name: who asks does not know, or care, which process has them.
+"""Values and services by name: a caller does not need to know which process has them.
 
 "shop" pairs its stock as a value and registers a service that sells; "bank" registers one that
 takes payments, and is called by the shop. Two customers buy by the services' names alone, at the
