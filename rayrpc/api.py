@@ -1,8 +1,8 @@
 """The functions of ``torch.distributed.rpc``: validate, and delegate to the agent.
 
 After ``install()`` this module is ``torch.distributed.rpc.api``.  Programs replace some of its
-private names (``_ignore_rref_leak``, ``_wait_all_workers``, ...), so they are looked up here
-whenever they are used.
+private names (``_ignore_rref_leak``, ``_wait_all_workers``, ...), so this module looks them up at
+each use.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
+
+from torch.futures import Future
 
 from rayrpc import backend_registry, config, internal
 from rayrpc._autograd.leader import run_backward
@@ -60,7 +62,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: how calls name a worker: by name, by WorkerInfo or by rank
+Destination = str | WorkerInfo | int
+Args = Sequence[Any] | None
+Kwargs = Mapping[str, Any] | None
 
 # RRefs that are alive at shutdown are an error only if this is False.
 _ignore_rref_leak = True
@@ -77,20 +85,20 @@ def _initialized() -> Any:
     return _get_current_rpc_agent()
 
 
-def _require_initialized(func: F) -> F:
+def _require_initialized(func: Callable[P, T]) -> Callable[P, T]:
     """Raise torch's error where ``func`` is called before ``init_rpc``."""
 
     @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         _initialized()
         return func(*args, **kwargs)
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 @contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Pickle calls with a pickler of one's own inside this context."""
+    """Pickle calls with ``rpc_pickler`` inside this context."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -109,7 +117,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join a group of workers; from then on this process can call and be called.
+    """Join a group of workers, to call them and serve their calls.
 
     Args:
         name (str): unique in the group; letters, digits, ``_``, ``-`` and ``:``, shorter than
@@ -154,7 +162,7 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Make the agent; ``store`` is for backends of others, ours needs none."""
+    """Make the agent; ``store`` is for backends of other libraries."""
     if not isinstance(name, str):
         raise TypeError(f"Argument name must be a str, got {type(name).__name__}")
     for argument, value in (("rank", rank), ("world_size", world_size)):
@@ -208,13 +216,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the group.
 
     Args:
-        graceful (bool): wait until every living member of a group of fixed size calls it too
+        graceful (bool): in a group of fixed size, wait until every living member calls this too
             and no call is under way; else leave at once.
-        timeout (float): how long to wait in seconds; 0: as long as it takes.
+        timeout (float): of the wait, in seconds; 0: none.
 
     Raises:
-        RuntimeError: some members did not come in time (the message names them), or RRefs are
-            still in use and ``_ignore_rref_leak`` is False.
+        RuntimeError: a member did not call this in time (the message names it), or RRefs are in
+            use and ``_ignore_rref_leak`` is False.
 
     Source: ``torch.distributed.rpc.shutdown``.
     """
@@ -231,7 +239,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 agent.drain(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
     finally:
-        # also after an error: this worker is going
+        # after an error too
         try:
             _destroy_rref_context(_ignore_rref_leak)
         finally:
@@ -241,7 +249,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
     if not _get_current_rpc_agent().rrefs.delete_all(timeout):
-        logger.warning("RRefs in use could not be deleted in %s s; their owners keep them", timeout)
+        logger.warning(
+            "owners of RRefs did not acknowledge their deletion in %s s, and keep the values",
+            timeout,
+        )
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
@@ -282,38 +293,62 @@ class _UserApi:
 user_api = _UserApi()
 
 
-def _prepare(func: Any, args: Any, kwargs: Any) -> Invocation:
+def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation:
     if not callable(func):
         raise TypeError("function should be callable.")
-    args, kwargs = args or (), kwargs or {}
     if _default_pickler is _internal_rpc_pickler:
-        return Invocation(func, args, kwargs)
-    data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args, kwargs))
+        return Invocation(func, args or (), kwargs or {})
+    data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args or (), kwargs or {}))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     run = internal.run_pickled_async if is_async else internal.run_pickled
     return Invocation(run, (data, tensors))
 
 
+# What a decorated function returns is a Future, and the result of its call is the Future's value;
+# so the first overload is narrower than the last, and not compatible with it.
+
+
+@overload
 def rpc_sync(
-    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
+    to: Destination,
+    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Run a function on a worker and return its result.
 
     Args:
         to (str or WorkerInfo or int): name, WorkerInfo or rank of the callee.
         func (Callable): a Python callable, builtin operator or TorchScript function; sent by
-            reference where the callee can import it, else by value.
+            reference if the callee can import it, else by value.
         args (tuple): its arguments.
         kwargs (dict): its keyword arguments.
         timeout (float): in seconds; 0: none; not given: the default.
 
     Returns:
-        What the function returned; tensors belong to the caller alone.
+        The result of the function; tensors belong to the caller alone.
 
     Raises:
-        CallTimeoutError: it took longer.
-        WorkerDiedError: the callee is gone.
-        Exception: what the function raised, of its own type.
+        CallTimeoutError: the result did not arrive in time.
+        WorkerDiedError: the callee died or left.
+        SerializationError: an argument or the result cannot be sent.
+        Exception: the function raised it; of its own type.
 
     Source: ``torch.distributed.rpc.rpc_sync``.
     """
@@ -323,20 +358,45 @@ def rpc_sync(
     )
 
 
+@overload
 def rpc_async(
-    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> Any:
+    to: Destination,
+    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
     """Run a function on a worker and return a Future of its result at once.
 
-    Args and errors: as ``rpc_sync``; errors of the call are raised by the Future.
+    Args:
+        to, func, args, kwargs, timeout: as for ``rpc_sync``.
 
     Returns:
-        ``torch.futures.Future``: its callbacks run in a thread of rayrpc.
+        ``torch.futures.Future``: its callbacks run in a thread of rayrpc. Errors of the call are
+        raised by ``wait`` and ``value``.
+
+    Raises:
+        SerializationError: an argument cannot be sent.
 
     Source: ``torch.distributed.rpc.rpc_async``.
     """
     agent = _initialized()
-    future = agent.caller.future(
+    future: Future[Any] = agent.caller.future(
         agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
     futures = getattr(_thread_local_var, "future_list", None)
@@ -345,43 +405,81 @@ def rpc_async(
     return future
 
 
+@overload
 def remote(
-    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> Any:
+    to: Destination,
+    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
     """Run a function on a worker, which keeps the result, and return an RRef to it at once.
 
-    Args: as ``rpc_sync``; ``timeout`` is for the creation of the result.
+    Args:
+        to, func, args, kwargs: as for ``rpc_sync``.
+        timeout (float): of the creation of the result, in seconds; 0: none; not given: the
+            default.
 
     Returns:
         ``RRef``: errors of the call are raised where it is used.
 
+    Raises:
+        SerializationError: an argument cannot be sent.
+
     Source: ``torch.distributed.rpc.remote``.
     """
     agent = _initialized()
-    return agent.caller.remote(
+    rref: RRef[Any] = agent.caller.remote(
         agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
+    return rref
 
 
 def lazy(
-    to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> Any:
+    to: Destination,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> LazyRemote[T]:
     """Run a function on a worker, and return an ``Await`` of its result.
 
     The function starts at once.  Its result stays at the worker until it is first used, and is
     sent to other workers as a reference.
 
-    Args: as ``rpc_sync``; ``timeout`` is for the function, and for the fetch of its result.
+    Args:
+        to, func, args, kwargs: as for ``rpc_sync``.
+        timeout (float): of the function, and of the fetch of its result, in seconds; 0: none; not
+            given: the default.
 
     Returns:
         ``LazyRemote``: errors of the call are raised where it is used.
+
+    Raises:
+        SerializationError: an argument cannot be sent.
     """
-    return LazyRemote(remote(to, func, args, kwargs, timeout), timeout)
+    rref: RRef[T] = remote(to, func, args, kwargs, timeout)
+    return LazyRemote(rref, timeout)
 
 
 @contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait, at the end of this context, for the calls that ``rpc_async`` made in it."""
+    """Wait at the end of this context for the calls made by ``rpc_async`` in it."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -396,11 +494,14 @@ def _wait_all() -> Iterator[None]:
 
 
 @_require_initialized
-def get_worker_info(worker_name: Any = None) -> WorkerInfo:
+def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
     """Return the WorkerInfo of a worker, or of this one.
 
     Args:
-        worker_name (str, optional): the worker's name.
+        worker_name (str, optional): the worker's name; not given: this worker.
+
+    Returns:
+        ``WorkerInfo``: the name and the id.
 
     Raises:
         RuntimeError: the group has no such worker.
@@ -412,7 +513,16 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
 
 @_require_initialized
 def get_rpc_timeout() -> float:
-    """Return the default timeout of calls in seconds."""
+    """Return the default timeout of calls.
+
+    Returns:
+        In seconds; 0: none.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Source: ``torch.distributed.rpc.get_rpc_timeout``.
+    """
     return _get_current_rpc_agent().rpc_timeout
 
 
@@ -463,12 +573,12 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 def _all_gather(
     obj: Any, worker_names: Any = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the objects that all named workers passed, by name; see ``gathering.gather``."""
+    """Return the objects of all named workers, by name; see ``all_gather.gather``."""
     return _gather(obj, set(worker_names or _ALL_WORKER_NAMES), timeout, survivors=False)
 
 
 def _gather(obj: Any, names: set[str], timeout: float, survivors: bool) -> dict[str, Any]:
-    # programs replace these two functions, so they are looked up now
+    # looked up at each use: programs replace the last two functions
     calls = Calls(rpc_sync, rpc_async, _gather_to_leader, _broadcast_to_followers)
     return gather(_get_current_rpc_agent(), calls, obj, names, timeout, survivors)
 
@@ -487,7 +597,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Wait until all living workers call this.
 
     Raises:
-        RuntimeError: some did not come in time; the message names them.
+        RuntimeError: a worker did not call this in time; the message names it.
     """
     try:
         _gather(None, set(_ALL_WORKER_NAMES), timeout, survivors=True)

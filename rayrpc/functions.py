@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 __all__ = ["async_execution"]
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def async_execution(fn: F) -> F:
-    """Mark a function that returns a Future, whose value is the result of the call.
+def async_execution(fn: Callable[P, T]) -> Callable[P, T]:
+    """Mark a function that returns a Future of the call's result.
 
     The callee sends the reply when the Future completes; no thread waits for it meanwhile.
-    Combined with ``staticmethod`` or ``classmethod`` this decorator is the inner one; combined
-    with ``torch.jit.script`` it is the outer one.
+    Decorate inside of ``staticmethod`` and ``classmethod``, and outside of ``torch.jit.script``.
 
     Args:
         fn (Callable): returns a ``torch.futures.Future``.
 
     Returns:
-        A function that does the same and that RPC recognizes.
+        The same function, marked.
 
     Source: ``torch.distributed.rpc.functions.async_execution``.
 
@@ -34,8 +34,8 @@ def async_execution(fn: F) -> F:
     """
 
     @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
 
     wrapper._wrapped_async_rpc_function = fn  # type: ignore[attr-defined]
-    return wrapper  # type: ignore[return-value]
+    return wrapper

@@ -1,8 +1,8 @@
 """Waiting for Futures: torch's helpers, and asyncio's.
 
-Futures of rayrpc are plain ``torch.futures.Future``.  Python can only complete one with a value
-that raises when it is read, which torch's own ``wait_all`` takes for success until it has all of
-them; this one returns with the first error.
+Futures of rayrpc are plain ``torch.futures.Future``.  Python cannot complete one with an error,
+only with a value that raises when it is read; torch's ``wait_all`` sees such an error after all
+Futures are done, this one at once.
 
 ``await future`` needs a method that torch's class does not have; ``make_awaitable`` adds it.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.futures import Future, collect_all
 
@@ -24,11 +25,20 @@ from rayrpc._concurrency.reader import release_reader
 __all__ = ["Future", "as_completed", "collect_all", "make_awaitable", "wait_all"]
 
 
-def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """Return the values of all Futures, or raise the first error as soon as it is there.
+T = TypeVar("T")
+
+
+def wait_all(futures: Sequence[Future[T]]) -> list[T]:
+    """Wait for all Futures, or for the first error.
 
     Args:
-        futures (list[Future]): to wait for.
+        futures (list[Future]): to wait for; there is no timeout.
+
+    Returns:
+        Their values, in order.
+
+    Raises:
+        Exception: the first error of any of them.
 
     Source: ``torch.futures.wait_all``.
     """
@@ -58,7 +68,7 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
     return [future.wait() for future in futures]
 
 
-class as_completed:
+class as_completed(Generic[T]):
     """Iterate over Futures as they complete, with ``for`` or ``async for``.
 
     Args:
@@ -71,37 +81,37 @@ class as_completed:
     Source: ``concurrent.futures.as_completed``, ``asyncio.as_completed``.
     """
 
-    def __init__(self, futures: Iterable[Any], timeout: float | None = None) -> None:
+    def __init__(self, futures: Iterable[Future[T]], timeout: float | None = None) -> None:
         self._futures = list(dict.fromkeys(futures))
         self._timeout = timeout
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Future[T]]:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._tell(done.put)
+        self._on_each_done(done.put)
         release_reader()
         left = self._left()
         for count in range(len(self._futures)):
             try:
                 yield done.get(timeout=left())
             except queue.Empty:
-                raise self._late(count) from None
+                raise self._timed_out(count) from None
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncIterator[Future[T]]:
         loop = asyncio.get_running_loop()
         done: asyncio.Queue[Any] = asyncio.Queue()
-        self._tell(lambda future: _soon(loop, done.put_nowait, future))
+        self._on_each_done(lambda future: _soon(loop, done.put_nowait, future))
         left = self._left()
         for count in range(len(self._futures)):
             try:
                 future = await asyncio.wait_for(done.get(), left())
             except asyncio.TimeoutError:
-                raise self._late(count) from None
+                raise self._timed_out(count) from None
             yield future
 
-    def _tell(self, done: Callable[[Any], None]) -> None:
+    def _on_each_done(self, done: Callable[[Any], None]) -> None:
         for future in self._futures:
             # a callback gets another object for the same Future
-            future.add_done_callback(lambda _, future=future: done(future))
+            future.add_done_callback(functools.partial(_call_with, done, future))
 
     def _left(self) -> Callable[[], float | None]:
         timeout = self._timeout
@@ -110,15 +120,19 @@ class as_completed:
         end = time.monotonic() + timeout
         return lambda: max(0.0, end - time.monotonic())
 
-    def _late(self, count: int) -> TimeoutError:
+    def _timed_out(self, count: int) -> TimeoutError:
         return TimeoutError(
             f"{len(self._futures) - count} of {len(self._futures)} Futures were not done after "
             f"{self._timeout:g} s"
         )
 
 
+def _call_with(done: Callable[[Any], None], future: Any, _: object) -> None:
+    done(future)
+
+
 def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop was closed
         loop.call_soon_threadsafe(callback, *args)
 
 

@@ -170,7 +170,7 @@ class Agent:
         """Return why a worker given by its WorkerInfo is gone, if it is."""
         return self._members.death_of_owner(info)
 
-    def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Return the WorkerInfo of this worker, or of one given by name or id.
 
         Raises:

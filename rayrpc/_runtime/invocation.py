@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Invocation"]
@@ -13,12 +13,12 @@ class Invocation(NamedTuple):
 
     Args:
         func (Callable): runs at the callee.
-        args (tuple): its positional arguments.
+        args (Sequence): its positional arguments.
         kwargs (Mapping): its keyword arguments.
     """
 
     func: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
 
     def __call__(self) -> Any:

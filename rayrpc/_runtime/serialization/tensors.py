@@ -1,9 +1,9 @@
 """Tensors as protocol-5 buffers.
 
-A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` over the
-tensor's own memory, so that encoding copies nothing.  The receiver's tensor uses the buffer of the
-received frame, which belongs to it alone.  Torch's reduction takes four to ten times as long, and
-copies.
+A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` over
+the tensor's own memory, so that encoding copies nothing.  The receiver's tensor uses the buffer of
+the received frame, which belongs to it alone.  Torch's reduction takes four to ten times as long,
+and copies.
 
 Sparse, quantized and other layouts and subclasses keep torch's reduction; the dense tensors in them
 are reduced here.  For tensors on other devices see ``devices``.
