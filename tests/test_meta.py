@@ -1,47 +1,20 @@
-"""The lines the code base holds itself to: layers, exports, sizes, signatures, README commands."""
+"""Rules of the code base: import contracts, exports, sizes, signatures, side effects."""
 
 import ast
-import graphlib
 import importlib
 import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Imports go down, or sideways without a cycle. A name covers itself and what is under it; the
-# longest name wins, so "_runtime" is what no other line names. "" is rayrpc/__init__.py.
-LAYERS = [
-    ["", "__main__", "cli"],
-    ["_jit", "autograd", "compat", "jit", "launch", "nn", "optim", "parallel"],
-    ["api"],
-    ["_runtime.all_gather", "startup"],
-    ["backend_registry", "internal", "rref"],
-    ["_runtime.agent", "_runtime.callee", "_runtime.caller"],
-    ["_autograd", "_observe", "_runtime", "_transports", "futures"],
-    ["_protocol"],
-    ["_concurrency", "config", "errors", "functions", "options"],
-]
-
-# (module, what it imports, reason): an import, inside a function, that the rules would forbid.
-LAZY: list[tuple[str, str, str]] = [
-    ("_runtime.rrefs.handle", "_jit.awaitable", "lazy() makes one of its values"),
-    ("_runtime.rrefs.handle", "api", "proxies make calls as their user would"),
-    ("api", "autograd", "its counters are part of _get_debug_info"),
-    ("launch.hosted", "launch.process", "a rank may spawn ranks, which are hosted too"),
-]
-
-MAY_IMPORT_RAY = ["_transports.ray.*", "launch", "launch.*", "parallel.queue"]
 MAY_NAME_TORCH_C = ["compat"]
-
 MAX_LINES = 450
 SAME_SIGNATURE = ["get_worker_info", "init_rpc", "remote", "rpc_async", "rpc_sync", "shutdown"]
 
@@ -59,104 +32,8 @@ FILES = _source_files()
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 
-class Import(NamedTuple):
-    module: str  # relative to rayrpc
-    target: str  # absolute: "rayrpc._runtime.serialization.codec", "ray.util"
-    line: int
-    lazy: bool  # inside a function
-
-    def __str__(self) -> str:
-        return f"{self.module or '__init__'}:{self.line} imports {self.target}"
-
-    @property
-    def inner(self) -> str | None:
-        """The target relative to rayrpc, None where it is not ours."""
-        if self.target.split(".")[0] != "rayrpc":
-            return None
-        return self.target.partition(".")[2]
-
-
-def _is_type_checking(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def _import_nodes(node: ast.AST, lazy: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield what imports at any depth, and whether it is in a function."""
-    if isinstance(node, ast.If) and _is_type_checking(node.test):
-        children: list[ast.AST] = list(node.orelse)
-    else:
-        children = list(ast.iter_child_nodes(node))
-    lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    for child in children:
-        if isinstance(child, ast.Import | ast.ImportFrom | ast.Call):
-            yield child, lazy
-        yield from _import_nodes(child, lazy)
-
-
-def _targets(module: str, node: ast.AST) -> Iterator[str]:
-    """Yield the absolute names of the modules that an import, or import_module("..."), loads."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            package = f"rayrpc.{module}".rstrip(".").split(".")
-            if FILES[module].name != "__init__.py":
-                package = package[:-1]
-            package = package[: len(package) - node.level + 1]
-            base = ".".join([*package, *filter(None, [node.module])])
-        # `from rayrpc import api` loads the module api; from a module, it is a name in it.
-        for alias in node.names:
-            full = f"{base}.{alias.name}"
-            is_ours = full.startswith("rayrpc.") and full.removeprefix("rayrpc.") in FILES
-            yield full if is_ours else base
-    elif isinstance(node, ast.Call) and node.args:
-        called = ast.unparse(node.func).rpartition(".")[2]
-        first = node.args[0]
-        if called in ("import_module", "__import__") and isinstance(first, ast.Constant):
-            yield str(first.value)
-
-
-IMPORTS = [
-    Import(module, target, node.lineno, lazy)
-    for module, tree in TREES.items()
-    for node, lazy in _import_nodes(tree)
-    for target in dict.fromkeys(_targets(module, node))
-]
-
-
-def _excused(imported: Import) -> bool:
-    name = imported.target if imported.inner is None else imported.inner
-    return imported.lazy and (imported.module, name) in {(m, i) for m, i, _ in LAZY}
-
-
 def _is_under(name: str, ancestor: str) -> bool:
-    return name == ancestor or (ancestor != "" and name.startswith(ancestor + "."))
-
-
-def _layer(name: str) -> int | None:
-    """Return the layer of a module, 0 being the top, or None where the table has no line for it."""
-    found = [(len(a), row) for row, line in enumerate(LAYERS) for a in line if _is_under(name, a)]
-    return max(found)[1] if found else None
-
-
-def _is_any(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _breaks(imported: Import) -> str | None:
-    """Say which rule an import breaks."""
-    module, target = imported.module, imported.inner
-    if target is None:
-        if _is_under(imported.target, "ray") and not _is_any(module, MAY_IMPORT_RAY):
-            return "only the Ray transport, launch, parallel.pool and metrics import ray"
-        return None
-    upper, lower = _layer(module), _layer(target)
-    if upper is not None and lower is not None and lower < upper:
-        return "imports go down only"
-    if _is_under(module, "_runtime") and _is_under(target, "_transports"):
-        return "_runtime knows no transport"
-    return None
+    return name == ancestor or name.startswith(ancestor + ".")
 
 
 def _assert_none(found: Iterable[str]) -> None:
@@ -164,26 +41,11 @@ def _assert_none(found: Iterable[str]) -> None:
     assert not lines, f"\n{lines}"
 
 
-def test_every_module_has_a_layer():
-    _assert_none(name for name in FILES if _layer(name) is None)
-
-
-def test_imports_keep_to_the_layers():
-    found = [(i, _breaks(i)) for i in IMPORTS if not _excused(i)]
-    _assert_none(f"{i}: {rule}" for i, rule in found if rule)
-
-
-def test_modules_do_not_import_one_another_in_a_circle():
-    graph: dict[str, set[str]] = {name: set() for name in FILES}
-    for i in IMPORTS:
-        if i.inner is not None and not _excused(i):
-            graph[i.module].add(i.inner)
-    graphlib.TopologicalSorter(graph).prepare()
-
-
-def test_every_lazy_exception_is_still_needed():
-    used = {(i.module, i.target if i.inner is None else i.inner) for i in IMPORTS if i.lazy}
-    _assert_none(f"{m} imports {i}" for m, i, _ in LAZY if (m, i) not in used)
+def test_imports_keep_to_the_contracts():
+    """The layers, no circles, and who may import Ray and torch: [tool.importlinter]."""
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _names_torch_c(node: ast.AST) -> bool:
@@ -201,7 +63,7 @@ def test_torch_c_is_named_only_in_compat():
     _assert_none(
         f"{name}:{node.lineno}"
         for name, tree in TREES.items()
-        if not _is_any(name, MAY_NAME_TORCH_C)
+        if name not in MAY_NAME_TORCH_C
         for node in ast.walk(tree)
         if _names_torch_c(node)
     )
@@ -237,6 +99,48 @@ def _python(code: str, *args: str) -> str:
 def test_importing_rayrpc_loads_neither_torch_nor_ray():
     code = "import sys, rayrpc; print(*({'torch', 'ray'} & set(sys.modules)))"
     assert _python(code).split() == []
+
+
+def test_importing_the_modules_has_no_side_effect():
+    code = """
+import atexit, logging, os, pkgutil, signal, sys, threading
+import ray, torch
+import torch.distributed.optim, torch.distributed.nn  # they import more when they are first used
+import rayrpc
+
+calls = []
+def record(module, name):
+    original = getattr(module, name)
+    def wrapper(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("rayrpc"):
+            calls.append(f"{caller} calls {module.__name__}.{name}")
+        return original(*args, **kwargs)
+    setattr(module, name, wrapper)
+
+for module, name in [(os, "register_at_fork"), (atexit, "register"), (signal, "signal")]:
+    record(module, name)
+
+def state():
+    future = torch.futures.Future.__mro__[1]
+    rpc = vars(torch.distributed.rpc)
+    return {
+        "await": hasattr(future, "__await__"),
+        "environ": dict(os.environ),
+        "handlers": list(logging.getLogger().handlers),
+        "rpc": {name: id(value) for name, value in rpc.items()},
+        "spawn": id(torch.multiprocessing.spawn),
+        "threads": threading.active_count(),
+    }
+
+before = state()
+for module in pkgutil.walk_packages(rayrpc.__path__, "rayrpc."):
+    if module.name not in ("rayrpc.__main__",):
+        __import__(module.name)
+after = state()
+print(*calls, *(key for key in before if before[key] != after[key]), sep=";")
+"""
+    assert _python(code).strip() == ""
 
 
 def test_signatures_are_those_of_torch():
