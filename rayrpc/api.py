@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,14 +26,16 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.all_gather import (
     AllGatherStates,
     Calls,
-    _all_gather_dict_lock,
     _all_gather_sequence_id,
     _all_gather_sequence_id_to_states,
+    _broadcast_to_followers,
+    _gather_to_leader,
     gather,
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.user_api import ModuleApi
 from rayrpc.errors import NotInitializedError, RpcError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
@@ -40,10 +43,9 @@ from rayrpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
     RpcBackendOptions,
-    TensorPipeRpcBackendOptions,
 )
 from rayrpc.rref import PyRRef, RRef
-from rayrpc.startup import default_options, make_agent
+from rayrpc.startup import choose_backend, make_agent
 
 __all__ = [
     "AllGatherStates",
@@ -65,8 +67,11 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: how calls name a worker: by name, by WorkerInfo or by rank
-Destination = str | WorkerInfo | int
+#: a worker: by name, by WorkerInfo or by rank
+To = str | WorkerInfo | int
+Function = Callable[..., T]
+#: the result of the call is that of the Future, or of the coroutine
+AsyncFunction = Callable[..., Future[T] | Coroutine[Any, Any, T]]
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 
@@ -139,15 +144,7 @@ def init_rpc(
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
         raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
-    if backend is None and rpc_backend_options is not None:
-        backend = backend_registry.infer_backend(rpc_backend_options)
-    if backend is None:
-        backend = backend_registry.BackendType.TENSORPIPE
-    if rpc_backend_options is None:
-        if backend_registry.is_ours(backend):
-            rpc_backend_options = default_options(config.settings())
-        else:
-            rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    backend, rpc_backend_options = choose_backend(backend, rpc_backend_options, config.settings())
     store = None
     if not backend_registry.is_ours(backend):
         store = backend_registry.make_store(rpc_backend_options, rank, world_size)
@@ -170,15 +167,10 @@ def _init_rpc_backend(
             raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
     if _is_current_rpc_agent_set():
         raise RpcError("RPC is already initialized")
+    agent: Any
     if backend is None or backend_registry.is_ours(backend):
-        if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-            raise TypeError(
-                "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
-                f"{rpc_backend_options}"
-            )
-        agent: Any = make_agent(
-            name, rank, world_size, rpc_backend_options, config.settings(), user_api
-        )
+        settings = config.settings()
+        agent = make_agent(name, rank, world_size, rpc_backend_options, settings, user_api)
     else:
         agent = backend_registry.init_backend(
             backend,
@@ -268,29 +260,7 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 # -- calls --------------------------------------------------------------------------------------
 
 
-class _UserApi:
-    """The functions of this module for RRefs; see ``UserApi``."""
-
-    @property
-    def rpc_sync(self) -> Callable[..., Any]:
-        return rpc_sync
-
-    @property
-    def rpc_async(self) -> Callable[..., Any]:
-        return rpc_async
-
-    @property
-    def remote(self) -> Callable[..., Any]:
-        return remote
-
-    def lazy(self, rref: RRef[Any], timeout: float) -> LazyRemote[Any]:
-        return LazyRemote(rref, timeout)
-
-    def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
-        run_backward(context_id, roots, retain_graph)
-
-
-user_api = _UserApi()
+user_api = ModuleApi(sys.modules[__name__], LazyRemote, run_backward)
 
 
 def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation:
@@ -304,32 +274,16 @@ def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation
     return Invocation(run, (data, tensors))
 
 
-# What a decorated function returns is a Future, and the result of its call is the Future's value;
-# so the first overload is narrower than the last, and not compatible with it.
-
-
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
 def rpc_sync(
-    to: Destination,
-    func: Callable[..., Any],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Any, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Any:
     """Run a function on a worker and return its result.
 
@@ -360,26 +314,14 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
 def rpc_async(
-    to: Destination,
-    func: Callable[..., Any],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Any, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> Future[Any]:
     """Run a function on a worker and return a Future of its result at once.
 
@@ -407,26 +349,14 @@ def rpc_async(
 
 @overload
 def remote(
-    to: Destination,
-    func: Callable[..., Future[T] | Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: Destination,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> RRef[T]: ...
 def remote(
-    to: Destination,
-    func: Callable[..., Any],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Any, args: Args = None, kwargs: Kwargs = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> RRef[Any]:
     """Run a function on a worker, which keeps the result, and return an RRef to it at once.
 
@@ -451,8 +381,8 @@ def remote(
 
 
 def lazy(
-    to: Destination,
-    func: Callable[..., T],
+    to: To,
+    func: Function[T],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
@@ -550,23 +480,6 @@ def _get_debug_info() -> dict[str, str]:
 
 
 # -- gathering ----------------------------------------------------------------------------------
-
-
-def _gather_to_leader(
-    sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
-) -> None:
-    with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
-        states.gathered_objects[worker_name] = obj
-    _get_current_rpc_agent().notify()
-
-
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    with _all_gather_dict_lock:
-        states = _all_gather_sequence_id_to_states[sequence_id]
-    states.gathered_objects = objects_map
-    states.proceed_signal.set()
-    _get_current_rpc_agent().notify()
 
 
 @_require_initialized

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._protocol.ids import WorkerInfo
@@ -23,7 +24,7 @@ from rayrpc.config import Settings
 from rayrpc.futures import make_awaitable
 from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
 
-__all__ = ["default_options", "make_agent"]
+__all__ = ["choose_backend", "default_options", "make_agent"]
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -31,6 +32,26 @@ def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(
         num_worker_threads=settings.num_worker_threads, rpc_timeout=settings.rpc_timeout
     )
+
+
+def choose_backend(backend: Any, options: Any, settings: Settings) -> tuple[Any, Any]:
+    """Return the backend and its options, with the defaults filled in.
+
+    Args:
+        backend (BackendType | None): None: by the options, else TENSORPIPE, which is rayrpc.
+        options (RpcBackendOptions | None): None: the backend's defaults.
+        settings: has rayrpc's defaults.
+    """
+    if backend is None and options is not None:
+        backend = backend_registry.infer_backend(options)
+    if backend is None:
+        backend = backend_registry.BackendType.TENSORPIPE
+    if options is None:
+        if backend_registry.is_ours(backend):
+            options = default_options(settings)
+        else:
+            options = backend_registry.construct_rpc_backend_options(backend)
+    return backend, options
 
 
 def make_agent(
@@ -54,9 +75,12 @@ def make_agent(
         environ: default ``os.environ``.
 
     Raises:
+        TypeError: the options are of another backend.
         ValueError: no rank, group or address is given; in torch's words.
         RuntimeError: the name is invalid, or the group refuses the worker.
     """
+    if not isinstance(options, TensorPipeRpcBackendOptions):
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {options}")
     environ = os.environ if environ is None else environ
     place = find_place(options.init_method, rank, world_size or None, environ, settings.group)
     WorkerInfo(name, place.rank)  # checks the name before anything is started
@@ -103,7 +127,7 @@ def make_agent(
     return agent
 
 
-# The directory is an actor that never imports torch: devices are texts there.
+# The directory does not import torch: it gets devices as strings.
 
 
 def _devices_to_text(options: TensorPipeRpcBackendOptions) -> dict[str, Any]:
@@ -123,6 +147,6 @@ def _devices_from_text(extra: Mapping[str, Any]) -> dict[str, Any]:
         for to, device_map in extra.get("device_maps", {}).items()
     }
     devices = [torch.device(device) for device in extra.get("devices", ())]
-    # a member that names no devices of its own was not asked for their count
+    # a member without devices of its own does not send their count
     count = extra.get("device_count", torch.cuda.device_count())
     return {"device_maps": maps, "devices": devices, "device_count": count}

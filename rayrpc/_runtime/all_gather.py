@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import GroupError, WorkerDiedError
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -35,6 +36,25 @@ _all_gather_sequence_id: dict[str, int] = {}
 _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = (
     collections.defaultdict(AllGatherStates)
 )
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
+) -> None:
+    """Run on the leader: take a worker's object (torch's name)."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+        states.gathered_objects[worker_name] = obj
+    current.get_agent().notify()
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    """Run on a follower: take all objects (torch's name)."""
+    with _all_gather_dict_lock:
+        states = _all_gather_sequence_id_to_states[sequence_id]
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+    current.get_agent().notify()
 
 
 class Calls(NamedTuple):
