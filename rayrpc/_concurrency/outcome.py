@@ -1,4 +1,4 @@
-"""How something ended: a value or an error."""
+"""The outcome of a computation or a call: a value or an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Value(Generic[T]):
-    """It ended well."""
+    """A result.
+
+    Args:
+        value: the result.
+    """
 
     value: T
 
@@ -25,29 +29,32 @@ class Value(Generic[T]):
 
 @dataclass(slots=True)
 class Error:
-    """It ended with an exception.
+    """An exception.
 
     Args:
         error (BaseException): the exception.
-        remote (Any): how it travels to other workers, where that is known already.
+        remote (Any): its pickled form for other workers, if the error came in that form.
     """
 
     error: BaseException
     remote: Any = None
 
     def unwrap(self) -> NoReturn:
-        """Raise the error."""
+        """Raise a copy of the error; see ``fresh``."""
         raise fresh(self.error)
 
 
 def fresh(error: BaseException) -> BaseException:
-    """Return an exception like ``error``, to raise without leaving a trace in it.
+    """Return a copy of an exception, to be raised in its place.
 
-    A kept exception that is raised keeps the frames of whoever it was raised in, and what these
-    hold; kept by a Future, whose inside Python's collector cannot see, it keeps them for ever.
+    A raised exception refers to the frames that it passed, and thus to all their variables.  If a
+    Future keeps it, Python's garbage collector cannot see that cycle, and it is never freed.
+
+    Returns:
+        The copy, without a traceback; ``error`` itself if its class cannot be copied.
     """
     try:
-        if type(error).__module__ == "builtins":  # some keep what they say outside of args
+        if type(error).__module__ == "builtins":  # some keep their text outside of args
             again = copy.copy(error)
             again.__cause__ = error.__cause__
             again.__suppress_context__ = error.__suppress_context__
@@ -55,7 +62,7 @@ def fresh(error: BaseException) -> BaseException:
         again = type(error).__new__(type(error), *error.args)
         again.args = error.args
         again.__dict__.update(error.__dict__)
-    except Exception:  # an exotic class: better the same one than another
+    except Exception:  # better the same exception than one of another type
         return error
     again.__cause__ = error.__cause__
     again.__suppress_context__ = error.__suppress_context__
@@ -66,7 +73,7 @@ Outcome = Value[T] | Error
 
 
 def attempt(compute: Callable[[], T]) -> Outcome[T]:
-    """Return what comes of a computation."""
+    """Run ``compute``; return its value or its exception."""
     try:
         return Value(compute())
     except BaseException as exc:
@@ -74,14 +81,19 @@ def attempt(compute: Callable[[], T]) -> Outcome[T]:
 
 
 def complete(future: Any, outcome: Outcome[Any]) -> None:
-    """Give a torch Future its value or error."""
+    """Complete a torch Future.
+
+    Args:
+        future: the Future; must be pending.
+        outcome: an error that is no ``Exception`` becomes a RuntimeError, as in torch.
+    """
     if isinstance(outcome, Value):
         future.set_result(outcome.value)
         return
     error = outcome.error
     if not isinstance(error, Exception):
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    # as Future.set_exception does, but with a new exception for each who reads it
+    # as Future.set_exception does, but each wait() raises a copy of its own
     future._set_unwrap_func(_raise_fresh)
     future.set_result(error.with_traceback(None))
 

@@ -1,4 +1,4 @@
-"""Threads for users' functions and callbacks, made when needed and kept for a while."""
+"""Threads for users' functions and callbacks, started on demand and kept while they are used."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
-# How long waiting tasks may make no progress before they get another thread.
-STUCK_SECONDS = 0.005
+# If no thread takes a queued task for this long, another thread starts.
+STALL_SECONDS = 0.005
 
 
 class ThreadCache:
-    """Run tasks in daemon threads; a task that blocks never holds up the others for long.
+    """Run tasks in daemon threads; a task that blocks does not block the tasks after it.
 
     A callback may block on the result of another call, whose callback must then run: a pool of
-    fixed size would lock up.  So the pool grows whenever tasks wait and none gets on.
+    fixed size would deadlock.  So the pool grows whenever its queue makes no progress.
 
     Args:
         name (str): prefix of the threads' names.
-        soft_limit (int): up to this many threads are made as soon as they are needed.
-        idle_seconds (float): how long an idle thread stays.
+        soft_limit (int): up to this many threads start without delay; further ones start when the
+            queue stalls.
+        idle_seconds (float): an idle thread ends after this time.
     """
 
     def __init__(self, name: str, soft_limit: int = 4, idle_seconds: float = 10.0) -> None:
@@ -36,12 +37,12 @@ class ThreadCache:
         self._idle_seconds = idle_seconds
         self._tasks: deque[Task] = deque()
         self._changed = threading.Condition()
-        self._idle = 0
-        self._count = 0
-        self._started = 0
-        self._taken = 0
-        self._guard: threading.Thread | None = None
-        self._guarded = threading.Event()
+        self._idle = 0  # threads without a task
+        self._count = 0  # threads
+        self._started = 0  # threads so far
+        self._taken = 0  # tasks so far
+        self._watchdog: threading.Thread | None = None
+        self._is_watching = threading.Event()
         self._closed = False
 
     @property
@@ -50,7 +51,11 @@ class ThreadCache:
         return self._count
 
     def submit(self, task: Task) -> None:
-        """Run a task soon."""
+        """Run a task in one of the threads.
+
+        Args:
+            task: what it raises is logged.
+        """
         with self._changed:
             self._tasks.append(task)
             if self._idle >= len(self._tasks):
@@ -59,20 +64,20 @@ class ThreadCache:
             if self._count < self._soft_limit:
                 self._start()
                 return
-            if self._guard is None:
-                self._guard = threading.Thread(
-                    target=self._watch, name=f"{self._name}-guard", daemon=True
+            if self._watchdog is None:
+                self._watchdog = threading.Thread(
+                    target=self._watch, name=f"{self._name}-watchdog", daemon=True
                 )
-                self._guard.start()
-            if not self._guarded.is_set():
-                self._guarded.set()
+                self._watchdog.start()
+            if not self._is_watching.is_set():
+                self._is_watching.set()
 
     def close(self) -> None:
-        """Let the threads end when nothing is left to do."""
+        """End the threads once the queue is empty; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._guarded.set()
+        self._is_watching.set()
 
     def _start(self) -> None:
         self._count += 1
@@ -88,9 +93,9 @@ class ThreadCache:
                         self._count -= 1
                         return
                     self._idle += 1
-                    there = self._changed.wait(self._idle_seconds)
+                    notified = self._changed.wait(self._idle_seconds)
                     self._idle -= 1
-                    if not there and not self._tasks:
+                    if not notified and not self._tasks:
                         self._count -= 1
                         return
                 task: Task | None = self._tasks.popleft()
@@ -99,30 +104,30 @@ class ThreadCache:
                 task()  # type: ignore[misc]
             except BaseException:
                 logger.exception("error in a task of %s", self._name)
-            task = None  # must not keep alive what the task held
+            task = None  # an idle thread must not keep the task's objects alive
 
     def _watch(self) -> None:
-        """Add a thread whenever tasks wait and no thread takes one."""
+        """Start a thread whenever tasks are queued and no thread takes one."""
         while not self._closed:
-            self._guarded.wait()
+            self._is_watching.wait()
             taken = self._taken
-            time.sleep(STUCK_SECONDS)
+            time.sleep(STALL_SECONDS)
             with self._changed:
                 if not self._tasks:
-                    self._guarded.clear()
+                    self._is_watching.clear()
                 elif taken == self._taken and self._idle == 0:
                     self._start()
 
 
 class Slots:
-    """Let at most ``limit`` tasks run at a time; others wait their turn, in order.
+    """Run at most ``limit`` tasks at a time; queue the others in order.
 
-    A thread that brought a task may run it itself if a slot is free (no hand-over on the way
-    of a call), and else leaves it to the cache's threads.
+    A thread that received a task may run it itself while a slot is free, which saves a context
+    switch, and else submits it.
 
     Args:
-        limit (int): how many run at a time.
-        cache (ThreadCache): where tasks that had to wait run.
+        limit (int): how many tasks run at a time.
+        cache (ThreadCache): its threads run the submitted tasks.
     """
 
     def __init__(self, limit: int, cache: ThreadCache) -> None:
@@ -139,11 +144,15 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """The number of tasks that wait for a slot."""
+        """The number of queued tasks."""
         return len(self._backlog)
 
     def enter(self) -> bool:
-        """Take a slot for this thread, if one is free; pair with ``leave``."""
+        """Take a slot for this thread; pair with ``leave``.
+
+        Returns:
+            False if no slot is free.
+        """
         with self._lock:
             if self._free == 0:
                 return False
@@ -151,7 +160,7 @@ class Slots:
             return True
 
     def leave(self) -> None:
-        """Give the slot on, to the first task that waits."""
+        """Release this thread's slot to the first queued task, if any."""
         with self._lock:
             if not self._backlog:
                 self._free += 1

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.futures import Future
 
-from rayrpc._concurrency.deadlines import Deadlines
+from rayrpc._concurrency.deadlines import DeadlineThread
 from rayrpc._concurrency.outcome import Error, Outcome, Value, complete
 from rayrpc._concurrency.reader import is_reader, release_reader
 from rayrpc._concurrency.threads import ThreadCache
@@ -111,7 +111,7 @@ class Caller:
         self._send = send
         self._call_ids = itertools.count(1).__next__
         self._open: dict[int, _OpenCall] = {}
-        self._deadlines = Deadlines(self._open, self._expire)
+        self._deadlines = DeadlineThread(self._open, self._expire)
         self._waiting: dict[int, None] = {}  # ids of calls that a thread waits for
         self._lock = threading.Lock()
         self._closed = False

@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from conftest import eventually
 
 from rayrpc._concurrency.reader import (
+    READING,
     RELEASED,
     ReaderRole,
     ReaderWatchdog,
@@ -22,6 +24,17 @@ def watchdog():
     watchdog.close()
 
 
+@pytest.fixture
+def asleep():
+    """A watchdog that never wakes: a slow machine must not release a reader in a test."""
+
+    class Asleep(ReaderWatchdog):
+        def wake(self):
+            pass
+
+    return Asleep()
+
+
 class HandOver:
     """Counts how often it was called, and waits for that."""
 
@@ -34,9 +47,9 @@ class HandOver:
         self.event.set()
 
 
-def test_a_thread_that_handles_messages_in_time_stays_the_reader(watchdog):
+def test_a_thread_that_handles_messages_in_time_stays_the_reader(asleep):
     hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+    with ReaderRole(hand_over, asleep) as role:
         for _ in range(100):
             role.message_received()
             assert is_reader()
@@ -44,9 +57,9 @@ def test_a_thread_that_handles_messages_in_time_stays_the_reader(watchdog):
     assert hand_over.count == 0 and not is_reader()
 
 
-def test_tasks_run_after_the_reply(watchdog):
+def test_tasks_run_after_the_reply(asleep):
     done = []
-    with ReaderRole(lambda: None, watchdog) as role:
+    with ReaderRole(lambda: None, asleep) as role:
         role.message_received()
         after_reply(lambda: done.append("first"))
         after_reply(lambda: done.append("second"))
@@ -56,11 +69,11 @@ def test_tasks_run_after_the_reply(watchdog):
         assert role.message_done() and len(done) == 2
 
 
-def test_tasks_of_a_released_thread_run_at_once(watchdog):
+def test_tasks_of_a_released_thread_run_at_once(asleep):
     """Else the tasks of a long handler would pile up until it ends."""
     done = []
     after_reply(lambda: done.append("no message is handled"))
-    with ReaderRole(lambda: None, watchdog) as role:
+    with ReaderRole(lambda: None, asleep) as role:
         role.message_received()
         release_reader()
         after_reply(lambda: done.append("it was released"))
@@ -82,31 +95,24 @@ def test_a_thread_that_stays_in_a_handler_is_released_once(watchdog):
 def test_a_thread_that_waits_for_a_message_is_not_released(watchdog):
     hand_over = HandOver()
     with ReaderRole(hand_over, watchdog) as role:
-        role.message_received()
-        assert role.message_done()
-        time.sleep(0.1)
-        assert role.state != RELEASED
-        role.message_received()
-        assert role.message_done()
+        watchdog.wake()
+        assert eventually(lambda: watchdog.is_asleep)  # after many ticks
+        assert role.state == READING
     assert hand_over.count == 0
 
 
 def test_the_watchdog_wakes_after_a_quiet_time(watchdog):
     hand_over = HandOver()
     with ReaderRole(hand_over, watchdog) as role:
-        role.message_received()
-        assert role.message_done()
-        end = time.monotonic() + 5
-        while not watchdog.is_asleep and time.monotonic() < end:
-            time.sleep(0.01)
-        assert watchdog.is_asleep
+        watchdog.wake()
+        assert eventually(lambda: watchdog.is_asleep)
         role.message_received()
         assert hand_over.event.wait(5)
 
 
-def test_release_reader_releases_only_the_role_of_its_own_thread_and_once(watchdog):
+def test_release_reader_releases_only_the_role_of_its_own_thread_and_once(asleep):
     hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+    with ReaderRole(hand_over, asleep) as role:
         role.message_received()
         other = threading.Thread(target=release_reader)
         other.start()
@@ -119,9 +125,9 @@ def test_release_reader_releases_only_the_role_of_its_own_thread_and_once(watchd
     assert hand_over.count == 1
 
 
-def test_a_brief_release_keeps_the_role_if_messages_come_one_at_a_time(watchdog):
+def test_a_brief_release_keeps_the_role_if_messages_come_one_at_a_time(asleep):
     hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+    with ReaderRole(hand_over, asleep) as role:
         role.one_at_a_time = True
         role.message_received()
         release_reader(briefly=True)

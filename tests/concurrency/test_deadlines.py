@@ -1,0 +1,130 @@
+"""Deadlines of one wait, and of all calls of a worker."""
+
+import math
+import threading
+
+import pytest
+
+from rayrpc._concurrency.deadlines import (
+    MAX_ENDED_CALLS,
+    Deadline,
+    DeadlineQueue,
+    DeadlineThread,
+)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestDeadline:
+    @pytest.fixture
+    def clock(self):
+        return Clock()
+
+    def test_the_remaining_time_shrinks_and_is_never_negative(self, clock):
+        deadline = Deadline(2.0, clock)
+        assert deadline.remaining() == 2.0 and not deadline.expired
+        clock.now += 1.5
+        assert deadline.remaining() == 0.5 and not deadline.expired
+        clock.now += 1.5
+        assert deadline.remaining() == 0.0 and deadline.expired
+
+    def test_it_expires_at_its_end(self, clock):
+        deadline = Deadline(2.0, clock)
+        clock.now += 2.0
+        assert deadline.remaining() == 0.0 and deadline.expired
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0])
+    def test_no_time_is_expired_at_once(self, clock, seconds):
+        deadline = Deadline(seconds, clock)
+        assert deadline.remaining() == 0.0 and deadline.expired
+
+    def test_none_is_without_limit(self, clock):
+        deadline = Deadline(None, clock)
+        clock.now = math.inf
+        assert deadline.remaining() is None and not deadline.expired
+
+    def test_the_default_clock_is_monotonic(self):
+        assert 0 < Deadline(1000.0).remaining() <= 1000
+        assert Deadline(0.0).expired
+
+
+class TestDeadlineQueue:
+    def test_calls_expire_by_deadline(self):
+        queue = DeadlineQueue({1, 2})
+        queue.add(5.0, 2, 5.0)
+        queue.add(1.0, 1, 1.0)
+        assert queue.next_due() == 1.0
+        assert queue.take_expired(0.5) == []
+        assert queue.take_expired(1.0) == [(1, 1.0)]
+        assert queue.next_due() == 5.0
+        assert queue.take_expired(9.0) == [(2, 5.0)]
+        assert queue.next_due() == math.inf and len(queue) == 0
+
+    def test_a_call_that_ended_never_expires(self):
+        open_calls = {1, 2}
+        queue = DeadlineQueue(open_calls)
+        queue.add(1.0, 1, 1.0)
+        queue.add(2.0, 2, 1.0)
+        open_calls.remove(1)
+        assert queue.take_expired(3.0) == [(2, 1.0)]
+
+    def test_ended_calls_do_not_pile_up_behind_an_open_one(self):
+        open_calls = set()
+        queue = DeadlineQueue(open_calls)
+        for call_id in range(5000):
+            open_calls.add(call_id)
+            queue.add(60.0 + call_id, call_id, 60.0)
+            if call_id:  # the first call stays open at the front
+                open_calls.remove(call_id)
+        assert len(queue) <= MAX_ENDED_CALLS + 4
+        open_calls.clear()
+        assert queue.take_expired(0.0) == [] and len(queue) == 0
+
+
+class TestDeadlineThread:
+    def test_deadlines_expire_in_order(self):
+        expired, done = [], threading.Event()
+
+        def on_expired(call_id, timeout):
+            expired.append((call_id, timeout))
+            if len(expired) == 2:
+                done.set()
+
+        thread = DeadlineThread({1, 2}, on_expired)
+        thread.add(2, 0.05)
+        thread.add(1, 0.01)
+        assert done.wait(10) and expired == [(1, 0.01), (2, 0.05)]
+        thread.close()
+
+    def test_an_error_in_a_callback_does_not_stop_the_others(self, caplog):
+        done = threading.Event()
+
+        def on_expired(call_id, timeout):
+            if call_id == 0:
+                raise ValueError
+            done.set()
+
+        thread = DeadlineThread({0, 1}, on_expired)
+        thread.add(0, 0.001)
+        thread.add(1, 0.02)
+        assert done.wait(10)
+        assert "error in the callback of an expired deadline" in caplog.text
+        thread.close()
+
+    def test_after_close_nothing_expires_and_the_thread_ends(self):
+        expired = []
+        thread = DeadlineThread({1, 2}, lambda *call: expired.append(call))
+        thread.add(1, 1000.0)
+        thread.close()
+        thread.add(2, 0.0)
+        assert thread._thread is not None
+        thread._thread.join(10)
+        assert not thread._thread.is_alive() and expired == []
