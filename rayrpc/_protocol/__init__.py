@@ -1,1 +1,21 @@
-"""The protocols of a group: pure, without I/O."""
+"""The protocols of a group: pure state machines and messages, without I/O, threads or torch.
+
+In the order in which a worker meets them:
+
+    rendezvous    an ``init_method`` is parsed to the key of a group and a rank
+    membership    the state machine of a group: who is admitted, who left or died, barriers
+    ids           identities of workers, RRefs and forks
+    messages      ``Frame``: the request and the reply of a call, and the RRef messages on them
+    rref_table    the state machine of RRefs: who holds forks, when a value is released
+    transport     the seams that carry frames and membership: ``Transport`` and ``Directory``
+
+Invariants:
+
+- A state machine takes events and returns messages, effects or decisions; it does no I/O, has no
+  lock and reads no clock, so that any order of events can be tested without Ray.
+- RRef messages may be delayed, duplicated, reordered or lost; calls are never duplicated.
+- An owner keeps an RRef's value as long as it counts a fork, and a parent keeps its fork until the
+  owner counts the child's.
+- A member is identified by its token, which is never used again; its id and name may be.
+- A frame of another session is refused, so that an id that is used again cannot be confused.
+"""

@@ -1,4 +1,4 @@
-"""Names of workers and of RRefs, as torch prints them."""
+"""Identities of workers, RRefs and forks, in torch's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GloballyUniqueId(NamedTuple):
     """Identity of an RRef or of one fork of it.
 
     Args:
-        created_on (int): id of the worker that made the identity.
+        created_on (int): id of the worker that created it.
         local_id (int): counter on that worker.
     """
 
@@ -28,12 +28,12 @@ class GloballyUniqueId(NamedTuple):
 
 
 class IdSource:
-    """Count out unique identities for one worker.
+    """Create unique identities on one worker.
 
     Args:
         worker_id (int): id of the worker.
-        epoch (int): how often this id was used in the group before; identities of an earlier
-            holder of the same id may still be alive elsewhere.
+        epoch (int): how often this id was used in the group before; peers may still hold
+            identities that an earlier worker with this id created.
     """
 
     def __init__(self, worker_id: int, epoch: int = 0) -> None:
@@ -41,7 +41,7 @@ class IdSource:
         self._next = itertools.count(epoch << 40).__next__
 
     def new(self) -> GloballyUniqueId:
-        """Return an identity that no other call of any worker returns."""
+        """Return a new identity, unique in the group."""
         return GloballyUniqueId(self._worker_id, self._next())
 
 
@@ -65,7 +65,7 @@ class WorkerInfo:
         if not isinstance(name, str):
             raise TypeError(f"Worker name must be a str, got {type(name).__name__}")
         if len(name) >= MAX_NAME_LEN or not _NAME.match(name):
-            raise RuntimeError(  # torch's words
+            raise RuntimeError(  # torch's text
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than "
                 f"{MAX_NAME_LEN} chars, but got {name}"
             )

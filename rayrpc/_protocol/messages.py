@@ -1,18 +1,20 @@
-"""What travels between two workers.
+"""The messages between two workers.
 
-A call is one frame there and one frame back:
+A call is a request frame and a reply frame:
 
     caller ── CALL / REMOTE / FETCH / CONTROL ──> callee
     caller <────────── VALUE / ERROR ──────────── callee
 
-    CALL      run a function, send back its value
-    REMOTE    run a function, keep its value in an RRef, send back that it is there
-    FETCH     send back the value of an RRef
-    CONTROL   messages of the RRef protocol alone
+    CALL      run a function; the reply has its value
+    REMOTE    run a function, keep its value in an RRef; the reply confirms that the RRef exists
+    FETCH     the reply has the value of an RRef
+    CONTROL   RRef messages alone
+    VALUE     the call ended with a value
+    ERROR     the call ended with an exception
 
 A frame is a header of plain values, a pickled payload, and a *list* of buffers (the tensors'
-bytes), never one blob, so that a transport may move the buffers in its own way.  Any frame may
-carry messages of the RRef protocol along (``control``) and entries of hooks (``meta``).
+bytes), never one blob, so that a transport may send the buffers in its own way.  RRef messages
+(``control``) and entries of hooks (``meta``) are piggybacked on any frame.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ __all__ = [
 
 
 class Kind(IntEnum):
-    """What a frame asks for, or how a call ended."""
+    """The kind of a frame; see above."""
 
     CALL = 0
     REMOTE = 1
@@ -52,13 +54,13 @@ class Kind(IntEnum):
 
 
 class Fork(NamedTuple):
-    """One RRef inside a payload: a share of it, made for the receiver.
+    """A reference to an RRef in a payload, for the receiver to hold.
 
     Args:
         rref_id (GloballyUniqueId): the RRef.
-        fork_id (GloballyUniqueId): this share.
+        fork_id (GloballyUniqueId): this fork.
         owner (int): id of the worker that holds the value.
-        parent (int): id of the worker that made the share.
+        parent (int): id of the worker that sent the fork.
     """
 
     rref_id: GloballyUniqueId
@@ -72,9 +74,10 @@ class Payload(NamedTuple):
 
     Args:
         data (bytes): the pickle.
-        buffers (list): those that left it.
-        forks (tuple[Fork, ...]): the RRefs in it.
-        lent (tuple): handles of further ones, which must live until the call is answered.
+        buffers (list): its out-of-band buffers.
+        forks (tuple[Fork, ...]): the RRefs in it that are shared.
+        lent (tuple): handles of the RRefs in it that are lent; the caller keeps them alive until
+            the reply arrives.
     """
 
     data: bytes
@@ -86,11 +89,11 @@ class Payload(NamedTuple):
 EMPTY = Payload(b"", [])
 
 
-# The messages of the RRef protocol; ``rref_table`` tells what they mean.
+# The RRef messages; the protocol is in ``rref_table``.
 
 
 class ForkRequest(NamedTuple):
-    """User to owner: I hold this fork; count it."""
+    """User to owner: count this fork, which the user holds."""
 
     seq: int
     rref_id: GloballyUniqueId
@@ -98,21 +101,21 @@ class ForkRequest(NamedTuple):
 
 
 class ForkAck(NamedTuple):
-    """Owner to user: your fork is counted."""
+    """Owner to user: the fork is counted."""
 
     seq: int
     fork_id: GloballyUniqueId
 
 
 class ChildAccept(NamedTuple):
-    """Child to parent: the owner counts my fork; you may drop yours."""
+    """Child to parent: the owner counts the child's fork; the parent may delete its own."""
 
     seq: int
     fork_id: GloballyUniqueId
 
 
 class UserDelete(NamedTuple):
-    """User to owner: this fork is gone."""
+    """User to owner: this fork was deleted."""
 
     seq: int
     rref_id: GloballyUniqueId
@@ -127,19 +130,19 @@ class Frame:
     """One message between two workers.
 
     Args:
-        kind (Kind): what it is.
-        session (int): the group session that it belongs to; frames of another are refused.
+        kind (Kind): request or reply of which kind.
+        session (int): of the sender's group; a receiver in another session refuses the frame.
         src (int): id of the sending worker.
         call_id (int): number of the call on the caller.
-        rref_id, fork_id: the RRef that a REMOTE makes and its first fork, or that a FETCH asks for
-            (which has no fork, so that its id stands there).
+        rref_id, fork_id: the RRef that a REMOTE creates and its first fork, or the RRef that a
+            FETCH reads, which needs no fork (on the wire, ``rref_id`` is in its place).
         is_async (bool): the function returns a Future (``async_execution``).
         meta (dict | None): entries of hooks, by the hook's name.
-        ack (int): how many messages of the RRef protocol from the receiver have all arrived.
-        control (tuple[Control, ...]): messages of the RRef protocol that ride along.
-        forks (tuple[Fork, ...]): the RRefs in the payload; it names them by position.
+        ack (int): acknowledges all RRef messages of the receiver with a lower number; 0: none.
+        control (tuple[Control, ...]): RRef messages.
+        forks (tuple[Fork, ...]): the RRefs in the payload, which refers to them by position.
         data (bytes): the pickled payload.
-        buffers (list): buffers that left the pickle.
+        buffers (list): out-of-band buffers of the pickle.
     """
 
     kind: Kind
@@ -157,10 +160,10 @@ class Frame:
     buffers: list[Any] = field(default_factory=list)
 
     def pack(self) -> bytes:
-        """Return all but the buffers as bytes.
+        """Encode all but the buffers.
 
-        kind (1) | flags (1) | src (4) | session (8) | call id (8) | ack (8), then what the flags
-        say: two identities (32), the length (4) of a pickle and the pickle; then the data.
+        kind (1) | flags (1) | src (4) | session (8) | call id (8) | ack (8); if the flags say so,
+        two identities (32), and the length (4) of a pickle and the pickle; then the data.
         """
         flags = 0
         front = b""
@@ -178,7 +181,7 @@ class Frame:
 
     @staticmethod
     def unpack(head: bytes, buffers: Sequence[Any] = ()) -> Frame:
-        """Return the frame that ``pack`` made, with its buffers."""
+        """Decode the frame that ``pack`` encoded, and add its buffers."""
         kind, flags, src, session, call_id, ack = _HEAD.unpack_from(head)
         position = _HEAD.size
         rref_id = fork_id = meta = None
@@ -218,7 +221,7 @@ _KINDS = tuple(Kind)
 
 
 def flat(buffer: Any) -> memoryview:
-    """Return the bytes of a frame's buffer, as they lie in memory."""
-    if isinstance(buffer, pickle.PickleBuffer):  # it may be in Fortran's order
+    """Return the bytes of a frame's buffer, in the order of memory."""
+    if isinstance(buffer, pickle.PickleBuffer):  # it may be in Fortran order
         return buffer.raw()
     return memoryview(buffer).cast("B")

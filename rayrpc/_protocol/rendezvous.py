@@ -1,4 +1,7 @@
-"""What an ``init_method`` means here: the key of a group, and maybe a rank."""
+"""Parse an ``init_method``: the key of a group, and a rank if it has one.
+
+No port is bound and no address contacted: the key only names the group in the directory.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
 class Place(NamedTuple):
-    """A place in a group.
+    """The place of a worker in a group.
 
     Args:
         key (str): names the group.
-        rank (int): -1: any.
+        rank (int): -1: any free one.
         world_size (int | None): None: a dynamic group.
     """
 
@@ -36,19 +39,19 @@ def find_place(
     environ: Mapping[str, str],
     group: str | None,
 ) -> Place:
-    """Return the place that ``init_rpc``'s arguments name; nothing is bound or contacted.
+    """Return the place that the arguments of ``init_rpc`` name.
 
     Args:
         init_method (str): ``env://``, ``tcp://host:port``, ``file:///path`` or ``ray://name``,
-            with ``?rank=R&world_size=W`` if they are not given apart.
+            and ``?rank=R&world_size=W`` for arguments that are not given.
         rank (int): -1 if not given.
         world_size (int | None): None for a dynamic group.
-        environ (Mapping): the environment.
-        group (str | None): the group to use where ``env://`` finds no MASTER_ADDR.
+        environ (Mapping): environment variables, for ``env://``.
+        group (str | None): the key for ``env://`` without MASTER_ADDR.
 
     Raises:
-        ValueError: something is missing, in torch's words.
-        RuntimeError: torch knows no such scheme, nor does rayrpc.
+        ValueError: a part is missing or the rank is out of range; torch's text where torch has one.
+        RuntimeError: the scheme is unknown.
     """
     url = urlparse(init_method)
     scheme = url.scheme

@@ -1,4 +1,4 @@
-"""Names and identities."""
+"""Identities of workers, RRefs and forks."""
 
 import pickle
 
@@ -14,7 +14,7 @@ def test_invalid_names_are_refused_as_torch_does(name):
         WorkerInfo(name, 0)
     with pytest.raises(RuntimeError) as theirs:
         torch_rpc.WorkerInfo(name, 0)
-    # torch's text for a long name is about its length alone, in the same words
+    # torch's text for a long name is about its length alone
     assert "shorter than 128" in str(ours.value) and "shorter than 128" in str(theirs.value)
     assert name == "x" * 128 or str(ours.value) == str(theirs.value).splitlines()[0]
 
@@ -26,7 +26,7 @@ def test_valid_names_are_kept(name):
     assert repr(info) == f"WorkerInfo(id=3, name={name})"
 
 
-def test_infos_are_values():
+def test_worker_infos_are_immutable_and_compare_by_value():
     a, b = WorkerInfo("a", 0), WorkerInfo("a", 0)
     assert a == b and hash(a) == hash(b) and a != WorkerInfo("a", 1) and a != 3
     assert pickle.loads(pickle.dumps(a)) == a
@@ -34,7 +34,7 @@ def test_infos_are_values():
         a.name = "b"
 
 
-def test_identities_are_unique_also_after_an_earlier_holder_of_the_id():
+def test_identities_differ_from_those_of_an_earlier_worker_with_the_same_id():
     first, second = IdSource(1), IdSource(1, epoch=1)
     ids = {first.new() for _ in range(100)} | {second.new() for _ in range(100)}
     assert len(ids) == 200

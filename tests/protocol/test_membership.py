@@ -1,4 +1,4 @@
-"""The group's state machine: who is admitted, refused, missing, gone."""
+"""The group's state machine: joins, refusals, missing ranks, members that leave or die."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def member(name, rank=-1, world_size=None, token=None):
 
 
 def join(group, *members):
-    """Join all; return the decisions by token."""
+    """Join all members; return the decisions by token."""
     decisions = {}
     for each in members:
         _, made = group.join(each)
@@ -24,7 +24,7 @@ def group():
 
 
 class TestStatic:
-    def test_all_are_admitted_when_the_last_has_come(self, group):
+    def test_all_are_admitted_when_the_last_one_joins(self, group):
         a, b = member("a", 0, 2), member("b", 1, 2)
         assert join(group, a) == {}
         decisions = join(group, b)
@@ -32,12 +32,12 @@ class TestStatic:
         assert [m.name for m in decisions["a-0"].snapshot.members] == ["a", "b"]
         assert decisions["b-1"].snapshot.me.id == 1
 
-    def test_a_name_used_twice_is_refused_to_all(self, group):
+    def test_all_are_refused_if_two_have_one_name(self, group):
         decisions = join(group, member("a", 0, 2), member("a", 1, 2))
         assert len(decisions) == 2
         assert all("is not unique" in d.reason for d in decisions.values())
 
-    def test_a_taken_rank_is_refused_to_the_second(self, group):
+    def test_the_second_with_a_taken_rank_is_refused(self, group):
         decisions = join(group, member("a", 0, 2), member("b", 0, 2))
         assert list(decisions) == ["b-0"] and "asks for rank 0" in decisions["b-0"].reason
 
@@ -50,17 +50,17 @@ class TestStatic:
         decisions = join(group, member("b", 0, 1))
         assert "is complete" in decisions["b-0"].reason
 
-    def test_the_missing_ranks_are_known(self, group):
+    def test_a_forming_session_lists_the_missing_ranks(self, group):
         session, _ = group.join(member("a", 1, 3))
         assert session.missing() == [0, 2]
 
-    def test_a_member_that_stops_waiting_makes_room(self, group):
+    def test_a_withdrawn_join_frees_its_rank(self, group):
         session, _ = group.join(member("a", 0, 2))
         assert session.remove("a-0", "left")
         decisions = join(group, member("a", 0, 2, token="again"), member("b", 1, 2))
         assert all(isinstance(d, Admitted) for d in decisions.values()) and len(decisions) == 2
 
-    def test_a_group_that_lost_a_member_opens_a_new_session(self, group):
+    def test_a_join_after_a_death_starts_a_new_session(self, group):
         join(group, member("a", 0, 2), member("b", 1, 2))
         first = group.find("a-0")
         first.remove("b-1", "died", "killed")
@@ -70,12 +70,12 @@ class TestStatic:
 
 
 class TestDynamic:
-    def test_members_come_at_once_and_get_free_ids(self, group):
+    def test_members_are_admitted_at_once_and_get_free_ids(self, group):
         decisions = join(group, member("a"), member("b", 5), member("c"))
         ids = [d.snapshot.me.id for d in decisions.values()]
         assert ids == [0, 5, 1]
 
-    def test_names_and_ranks_are_unique_among_the_living(self, group):
+    def test_names_and_ranks_are_unique_among_the_members(self, group):
         join(group, member("a", 0))
         assert "is not unique" in join(group, member("a", 1))["a-1"].reason
         assert "asks for rank 0" in join(group, member("b", 0))["b-0"].reason
@@ -90,7 +90,7 @@ class TestDynamic:
         decisions = join(group, member("c", 0))
         assert decisions["c-0"].snapshot.me.epoch == 1
 
-    def test_changes_are_told_in_order(self, group):
+    def test_changes_are_listed_in_order(self, group):
         session, _ = group.join(member("a", 0))
         group.join(member("b", 1))
         version = session.version
@@ -107,7 +107,7 @@ def test_static_and_dynamic_members_do_not_mix(group, first, second):
     assert isinstance(decision, Refused) and "mixes statically and dynamically" in decision.reason
 
 
-def test_a_barrier_waits_for_the_living_only(group):
+def test_a_barrier_does_not_wait_for_the_dead(group):
     session = None
     for name in "abc":
         session, _ = group.join(member(name))
@@ -118,7 +118,7 @@ def test_a_barrier_waits_for_the_living_only(group):
     assert session.reached("tag") == {"a": 1, "b": 2}
 
 
-def test_a_group_is_empty_when_all_have_gone(group):
+def test_a_group_is_empty_when_all_have_left(group):
     session, _ = group.join(member("a"))
     assert not group.is_empty
     session.remove("a--1", "left")

@@ -1,4 +1,4 @@
-"""What an init_method means."""
+"""Keys, ranks and world sizes from an init_method."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_env_takes_the_rank_of_the_environment():
     assert find_place("env://", -1, None, {**ENV, "RANK": "2"}, None) == ("host:29500", 2, None)
 
 
-def test_a_group_of_the_settings_needs_neither_address_nor_rank():
+def test_a_group_in_the_settings_needs_neither_address_nor_rank():
     assert find_place("env://", -1, None, {}, "mine") == ("mine", -1, None)
     assert find_place("env://", 0, None, ENV, "mine").key == "host:29500"
 
@@ -54,7 +54,7 @@ def test_a_named_group_needs_no_rank():
         ("ray://", {}, "name of the group missing"),
     ],
 )
-def test_what_is_missing_is_said_in_torchs_words(method, environ, text):
+def test_a_missing_part_is_an_error_with_torchs_text(method, environ, text):
     with pytest.raises(ValueError, match=text):
         find_place(method, -1, None, environ, None)
 
@@ -88,7 +88,7 @@ def test_a_world_size_needs_a_rank():
         ("abc://x", 0, {}),
     ],
 )
-def test_torch_says_the_same(monkeypatch, method, rank, environ):
+def test_torch_raises_the_same_error(monkeypatch, method, rank, environ):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():

@@ -1,4 +1,4 @@
-"""The RRef protocol: every arrow of its drawing, then any order of everything at once."""
+"""The RRef protocol: every arrow of its drawing, then random sequences of all events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWNER, A, C = 0, 1, 2
 
 
 class Cell:
-    """A value of an RRef; the table only hands it on."""
+    """A value of an RRef; the table does not look into it."""
 
     filled = False
 
@@ -48,16 +48,17 @@ def c():
     return table(C)
 
 
-def say(sender, receiver):
-    """Carry what ``sender`` has to say to ``receiver``; return the messages and their effects."""
-    ack, messages = sender.take(receiver.me)
-    return [type(m) for m in messages], receiver.apply(sender.me, ack, messages)
+def send_pending(sender, receiver):
+    """Deliver the pending messages of ``sender``; return their types and effects."""
+    ack, messages = sender.take_pending(receiver.me)
+    return [type(m) for m in messages], receiver.on_messages(sender.me, ack, messages)
 
 
 def settle(*tables):
+    """Deliver messages until none is pending."""
     for _ in range(10):
         for sender, receiver in itertools.permutations(tables, 2):
-            say(sender, receiver)
+            send_pending(sender, receiver)
 
 
 def remote(user, owner):
@@ -76,7 +77,7 @@ def is_empty(*tables):
 # The life of the first fork
 
 
-def test_a_remote_call_is_pending_until_the_owner_has_made_it(owner, a):
+def test_the_first_fork_is_pending_until_the_owner_replies(owner, a):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
     assert not a.is_confirmed(fork_id)
@@ -89,7 +90,7 @@ def test_dropping_the_only_handle_deletes_the_value_at_its_owner(owner, a):
     rref_id, fork_id = remote(a, owner)
     cell = owner.lookup(rref_id)
     a.drop(fork_id)
-    assert say(a, owner) == ([UserDelete], [Released(rref_id, cell)])
+    assert send_pending(a, owner) == ([UserDelete], [Released(rref_id, cell)])
     settle(a, owner)
     assert is_empty(a, owner)
 
@@ -98,13 +99,13 @@ def test_a_pending_fork_is_not_deleted_before_it_is_confirmed(owner, a):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
     a.drop(fork_id)
-    assert say(a, owner)[0] == []
+    assert send_pending(a, owner)[0] == []
     owner.own(rref_id, fork_id, A)
     a.created(fork_id)
-    assert say(a, owner)[0] == [UserDelete]
+    assert send_pending(a, owner)[0] == [UserDelete]
 
 
-def test_a_remote_on_oneself_keeps_the_value_until_it_is_released(owner):
+def test_a_remote_on_oneself_keeps_the_value_until_its_release(owner):
     rref_id, fork_id = owner._new_id(), owner._new_id()
     cell = owner.own(rref_id, fork_id, OWNER)
     assert owner.own(rref_id, fork_id, OWNER) is cell  # when the call arrives
@@ -115,17 +116,17 @@ def test_a_remote_on_oneself_keeps_the_value_until_it_is_released(owner):
 # A shares with C
 
 
-def test_a_child_asks_the_owner_to_count_it_and_then_tells_its_parent(owner, a, c):
+def test_a_child_sends_a_fork_request_and_then_notifies_its_parent(owner, a, c):
     rref_id, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     assert fork == Fork(rref_id, fork.fork_id, OWNER, A)
     assert c.receive(fork) == (None, [])
     assert not c.is_confirmed(fork.fork_id)
-    assert say(c, owner) == ([ForkRequest], [])
+    assert send_pending(c, owner) == ([ForkRequest], [])
     assert owner.owned[rref_id].forks == {fork_id: A, fork.fork_id: C}
-    assert say(owner, c) == ([ForkAck], [Confirmed(fork.fork_id)])
+    assert send_pending(owner, c) == ([ForkAck], [Confirmed(fork.fork_id)])
     assert c.is_confirmed(fork.fork_id)
-    assert say(c, a) == ([ChildAccept], [])
+    assert send_pending(c, a) == ([ChildAccept], [])
     assert not a._children
 
 
@@ -135,20 +136,20 @@ def test_a_parent_keeps_its_fork_until_the_child_is_counted(owner, a, c):
     a.drop(fork_id)
     c.receive(fork)
     for sender, receiver in [(c, owner), (owner, c)]:
-        assert say(a, owner)[0] == []
-        say(sender, receiver)
-    say(c, a)
-    assert say(a, owner)[0] == [UserDelete]
+        assert send_pending(a, owner)[0] == []
+        send_pending(sender, receiver)
+    send_pending(c, a)
+    assert send_pending(a, owner)[0] == [UserDelete]
     assert list(owner.owned[rref_id].forks) == [fork.fork_id]
 
 
-def test_a_child_that_was_dropped_at_once_is_still_counted_first(owner, a, c):
+def test_a_child_that_was_dropped_at_once_is_counted_before_it_is_deleted(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     a.drop(fork_id)
     c.receive(fork)
     c.drop(fork.fork_id)
-    assert say(c, owner)[0] == [ForkRequest]
+    assert send_pending(c, owner)[0] == [ForkRequest]
     settle(owner, a, c)
     assert is_empty(owner, a, c)
 
@@ -158,26 +159,26 @@ def test_a_worker_may_share_with_itself(owner, a):
     fork = a.share(fork_id, A)
     a.receive(fork)
     settle(a, owner)
-    assert say(a, a)[0] == [ChildAccept]
+    assert send_pending(a, a)[0] == [ChildAccept]
     a.drop(fork_id)
     a.drop(fork.fork_id)
     settle(a, owner)
-    say(a, a)
+    send_pending(a, a)
     assert is_empty(owner, a)
 
 
 # A sends to the owner
 
 
-def test_a_fork_sent_to_the_owner_is_its_cell_and_is_accepted(owner, a):
+def test_a_fork_sent_to_the_owner_becomes_its_cell_and_is_accepted(owner, a):
     rref_id, fork_id = remote(a, owner)
     fork = a.share(fork_id, OWNER)
     a.drop(fork_id)
-    assert say(a, owner)[0] == []
+    assert send_pending(a, owner)[0] == []
     cell, effects = owner.receive(fork)
     assert (cell, effects) == (owner.lookup(rref_id), [])
-    assert say(owner, a)[0] == [ChildAccept]
-    assert say(a, owner)[0] == [UserDelete]
+    assert send_pending(owner, a)[0] == [ChildAccept]
+    assert send_pending(a, owner)[0] == [UserDelete]
     settle(a, owner)
     assert is_empty(owner, a)
 
@@ -185,25 +186,25 @@ def test_a_fork_sent_to_the_owner_is_its_cell_and_is_accepted(owner, a):
 # The owner shares with C
 
 
-def test_a_fork_of_the_owner_is_counted_before_it_leaves_and_starts_confirmed(owner, c):
+def test_a_fork_of_the_owner_is_counted_before_it_is_sent_and_starts_confirmed(owner, c):
     rref_id, cell = owner._new_id(), Cell()
     fork = owner.share_owned(rref_id, cell, C)
     assert owner.owned[rref_id].forks == {fork.fork_id: C}
     assert c.receive(fork) == (None, [])
     assert c.is_confirmed(fork.fork_id)
-    assert say(c, owner)[0] == []
+    assert send_pending(c, owner)[0] == []
     c.drop(fork.fork_id)
-    assert say(c, owner) == ([UserDelete], [Released(rref_id, cell)])
+    assert send_pending(c, owner) == ([UserDelete], [Released(rref_id, cell)])
 
 
-def test_a_fork_that_the_owner_sends_to_itself_is_not_counted_any_more(owner):
+def test_a_fork_that_the_owner_sends_to_itself_is_released_when_it_arrives(owner):
     rref_id, cell = owner._new_id(), Cell()
     fork = owner.share_owned(rref_id, cell, OWNER)
     assert owner.receive(fork) == (cell, [Released(rref_id, cell)])
     assert is_empty(owner)
 
 
-def test_a_value_can_be_shared_again_after_its_last_fork_went(owner, c):
+def test_a_value_can_be_shared_again_after_its_last_fork_was_deleted(owner, c):
     rref_id, cell = owner._new_id(), Cell()
     for _ in range(2):
         fork = owner.share_owned(rref_id, cell, C)
@@ -240,14 +241,14 @@ def test_a_deleted_fork_cannot_be_shared(owner, a):
 # What overtakes the remote call
 
 
-def test_whatever_overtakes_the_remote_call_gets_the_cell_that_the_call_fills(owner, a, c):
+def test_forks_and_fetches_that_overtake_the_remote_call_get_the_cell_that_it_fills(owner, a, c):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
     fetched = owner.lookup(rref_id)
     sent, _ = owner.receive(a.share(fork_id, OWNER))
     fork = a.share(fork_id, C)
     c.receive(fork)
-    say(c, owner)
+    send_pending(c, owner)
     assert owner.own(rref_id, fork_id, A) is fetched is sent
     assert set(owner.owned[rref_id].forks) == {fork_id, fork.fork_id}
 
@@ -260,79 +261,79 @@ def test_an_early_handle_at_the_owner_outlives_other_forks(owner, a, c):
     assert owner.own(rref_id, fork_id, A) is cell
 
 
-# Messages that are lost, doubled or late
+# Messages that are lost, duplicated or delayed
 
 
-def test_a_message_that_comes_twice_counts_once(owner, a, c):
+def test_a_duplicate_message_is_applied_once(owner, a, c):
     rref_id, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.receive(fork)
-    ack, messages = c.take(OWNER)
-    owner.apply(C, ack, messages)
-    say(owner, c)
+    ack, messages = c.take_pending(OWNER)
+    owner.on_messages(C, ack, messages)
+    send_pending(owner, c)
     c.drop(fork.fork_id)
-    say(c, owner)
-    assert owner.apply(C, ack, messages) == []
+    send_pending(c, owner)
+    assert owner.on_messages(C, ack, messages) == []
     assert list(owner.owned[rref_id].forks) == [fork_id]
-    assert owner.take(C)[1] == ()
+    assert owner.take_pending(C)[1] == ()
 
 
-def test_messages_count_in_any_order(owner, c):
+def test_messages_are_applied_in_any_order(owner, c):
     forks = [owner.share_owned(owner._new_id(), Cell(), C) for _ in range(3)]
     for fork in forks:
         c.receive(fork)
         c.drop(fork.fork_id)
-    _, messages = c.take(OWNER)
+    _, messages = c.take_pending(OWNER)
     for message in reversed(messages):
-        owner.apply(C, 0, [message])
+        owner.on_messages(C, 0, [message])
     assert not owner.owned
-    say(owner, c)
+    send_pending(owner, c)
     assert c.is_settled()
 
 
-def test_what_is_not_acknowledged_is_offered_again_after_a_whole_turn(owner, c):
+def test_unacknowledged_messages_are_retransmitted_after_a_whole_period(owner, c):
     fork = owner.share_owned(owner._new_id(), Cell(), C)
     c.receive(fork)
     c.drop(fork.fork_id)
-    _, lost = c.take(OWNER)
-    assert c.waiting() == []
-    c.offer_again()
-    assert c.waiting() == []  # it may still be on its way
-    c.offer_again()
-    assert c.waiting() == [OWNER]
+    _, lost = c.take_pending(OWNER)
+    assert c.pending_workers() == []
+    c.retransmit()
+    assert c.pending_workers() == []  # it may still arrive
+    c.retransmit()
+    assert c.pending_workers() == [OWNER]
     assert not c.is_settled()
-    assert c.take(OWNER)[1] == lost
+    assert c.take_pending(OWNER)[1] == lost
 
 
-def test_what_is_known_to_be_lost_is_offered_again_at_once(owner, c):
+def test_messages_of_a_lost_frame_are_retransmitted_at_once(owner, c):
     fork = owner.share_owned(owner._new_id(), Cell(), C)
     c.receive(fork)
     c.drop(fork.fork_id)
-    _, lost = c.take(OWNER)
-    c.offer_again(A)
-    assert c.waiting() == []
-    c.offer_again(OWNER)
-    assert c.take(OWNER)[1] == lost
+    _, lost = c.take_pending(OWNER)
+    c.retransmit(A)
+    assert c.pending_workers() == []
+    c.retransmit(OWNER)
+    assert c.take_pending(OWNER)[1] == lost
 
 
-def test_an_ack_covers_only_what_came_without_a_gap(owner, c):
+def test_an_ack_covers_only_the_messages_before_the_first_gap(owner, c):
     forks = [owner.share_owned(owner._new_id(), Cell(), C) for _ in range(2)]
     for fork in forks:
         c.receive(fork)
         c.drop(fork.fork_id)
-    _, (first, second) = c.take(OWNER)
-    owner.apply(C, 0, [second])
-    say(owner, c)
+    _, (first, second) = c.take_pending(OWNER)
+    owner.on_messages(C, 0, [second])
+    send_pending(owner, c)
     assert not c.is_settled()
-    owner.apply(C, 0, [first])
-    say(owner, c)
+    owner.on_messages(C, 0, [first])
+    send_pending(owner, c)
     assert c.is_settled()
 
 
-# Workers that are gone
+# Workers that left or died
 
 
-def test_a_worker_that_is_gone_loses_its_forks(owner, a, c):
+def test_the_forks_of_a_lost_worker_are_dropped(owner, a, c):
     rref_id, _ = remote(a, owner)
     cell = owner.lookup(rref_id)
     assert owner.on_peer_lost(C) == []
@@ -340,17 +341,17 @@ def test_a_worker_that_is_gone_loses_its_forks(owner, a, c):
     assert is_empty(owner)
 
 
-def test_a_parent_forgets_the_child_of_a_worker_that_is_gone(owner, a):
+def test_a_parent_drops_the_child_of_a_lost_worker(owner, a):
     _, fork_id = remote(a, owner)
     a.share(fork_id, C)
     a.drop(fork_id)
     a.on_peer_lost(C)
-    assert say(a, owner)[0] == [UserDelete]
+    assert send_pending(a, owner)[0] == [UserDelete]
     settle(a, owner)
     assert is_empty(owner, a)
 
 
-def test_who_waits_for_an_owner_that_is_gone_wakes_up(owner, a, c):
+def test_waiting_for_a_lost_owner_ends(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.receive(fork)
@@ -363,7 +364,7 @@ def test_who_waits_for_an_owner_that_is_gone_wakes_up(owner, a, c):
     assert is_empty(a, c)
 
 
-def test_an_rref_goes_with_its_maker_if_its_remote_call_never_came(owner, a, c):
+def test_an_rref_is_deleted_with_its_creator_if_its_remote_call_never_arrived(owner, a, c):
     rref_id, fork_id = a._new_id(), a._new_id()
     a.use(rref_id, fork_id, OWNER)
     cell = owner.lookup(rref_id)
@@ -379,21 +380,21 @@ def test_the_owner_does_not_wait_for_a_remote_call_of_its_own(owner):
         owner.lookup(owner._new_id())
 
 
-def test_nothing_is_said_to_a_parent_that_went_before_its_child_was_counted(owner, a, c):
+def test_no_message_goes_to_a_parent_that_was_lost_before_its_child_was_counted(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.receive(fork)
-    say(c, owner)
+    send_pending(c, owner)
     c.on_peer_lost(A)
-    say(owner, c)
-    assert c.waiting() == []
+    send_pending(owner, c)
+    assert c.pending_workers() == []
     c.drop(fork.fork_id)
     owner.on_peer_lost(A)
     settle(owner, c)
     assert is_empty(owner, c)
 
 
-def test_a_fork_of_an_owner_that_is_gone_is_not_held(owner, a, c):
+def test_a_fork_of_a_lost_owner_is_not_held(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.on_peer_lost(OWNER)
@@ -402,7 +403,7 @@ def test_a_fork_of_an_owner_that_is_gone_is_not_held(owner, a, c):
     assert is_empty(c)
 
 
-def test_the_parent_of_a_fork_learns_of_it_though_the_value_went_with_its_maker(owner, a, c):
+def test_a_parent_is_notified_even_if_the_value_was_deleted_with_its_creator(owner, a, c):
     _, fork_id = remote(a, owner)
     fork = a.share(fork_id, C)
     c.receive(fork)
@@ -416,7 +417,7 @@ def test_the_parent_of_a_fork_learns_of_it_though_the_value_went_with_its_maker(
     assert is_empty(owner, c)
 
 
-def test_an_rref_asked_of_a_worker_that_is_gone_is_not_held(a):
+def test_an_rref_requested_from_a_lost_worker_is_not_held(a):
     a.on_peer_lost(OWNER)
     fork_id = a._new_id()
     a.use(a._new_id(), fork_id, OWNER)
@@ -427,7 +428,7 @@ def test_an_rref_asked_of_a_worker_that_is_gone_is_not_held(a):
 
 
 @pytest.mark.parametrize("share", ["used", "owned"])
-def test_a_share_for_a_worker_that_is_gone_holds_nothing(owner, a, share):
+def test_a_fork_for_a_lost_worker_holds_nothing(owner, a, share):
     rref_id, fork_id = remote(a, owner)
     for worker in (owner, a):
         worker.on_peer_lost(C)
@@ -440,26 +441,26 @@ def test_a_share_for_a_worker_that_is_gone_holds_nothing(owner, a, share):
     assert is_empty(owner, a)
 
 
-def test_what_a_worker_sent_before_it_died_holds_nothing(owner, a, c):
+def test_late_messages_of_a_dead_worker_hold_nothing(owner, a, c):
     rref_id, fork_id = remote(a, owner)
     c.receive(a.share(fork_id, C))
-    request = c.take(OWNER)
+    request = c.take_pending(OWNER)
     owner.on_peer_lost(C)
-    owner.apply(C, *request)
+    owner.on_messages(C, *request)
     assert list(owner.owned[rref_id].forks) == [fork_id]
-    assert owner.waiting() == []
+    assert owner.pending_workers() == []
     owner.on_peer_lost(A)
     owner.own(a._new_id(), a._new_id(), A)
     assert is_empty(owner)
 
 
-def test_who_takes_the_id_of_a_worker_that_is_gone_is_heard_from_the_start(owner, c):
+def test_the_next_worker_with_the_id_of_a_lost_one_starts_with_new_sequence_numbers(owner, c):
     fork = owner.share_owned(owner._new_id(), Cell(), C)
     c.receive(fork)
     c.drop(fork.fork_id)
-    late = c.take(OWNER)
+    late = c.take_pending(OWNER)
     owner.on_peer_lost(C)
-    owner.apply(C, *late)
+    owner.on_messages(C, *late)
     owner.on_peer_joined(C)
     c = table(C)
     again = owner.share_owned(owner._new_id(), Cell(), C)
@@ -491,7 +492,7 @@ def test_debug_info_counts_as_torch_does(owner, a):
     assert a.debug_info()["num_pending_users"] == "1"
 
 
-# Anything in any order
+# Random sequences of all events
 
 
 @dataclass(eq=False)
@@ -507,7 +508,7 @@ class Handle:
 
 @dataclass(eq=False)
 class InFlight:
-    """A frame on its way."""
+    """A frame that was sent, but not received."""
 
     kind: str  # "call", "remote", "control" or "reply"
     src: int
@@ -520,25 +521,25 @@ class InFlight:
 
 @dataclass
 class RRefState:
-    """What the world knows of one RRef."""
+    """What the test knows of one RRef."""
 
     owner: int
-    maker: int
+    creator: int
     arrived: bool = False  # its remote call
-    lost: bool = False  # a death may have taken it along
+    lost: bool = False  # it may have been deleted with a worker that died
 
 
 WORKERS = range(4)
 
 
 class Protocol(RuleBasedStateMachine):
-    """Workers that make, share and drop RRefs over a network that delays, doubles and loses."""
+    """Workers that share RRefs over a network that delays, duplicates and loses frames."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = {w: table(w) for w in WORKERS}
         self.alive = set(WORKERS)
-        self.known = {w: set(WORKERS) for w in WORKERS}  # whom each worker takes for alive
+        self.known = {w: set(WORKERS) for w in WORKERS}  # the workers that each one takes for alive
         self.handles: list[Handle] = []
         self.frames: list[InFlight] = []
         self.rrefs: dict[GloballyUniqueId, RRefState] = {}
@@ -546,7 +547,7 @@ class Protocol(RuleBasedStateMachine):
     # -- sending ----------------------------------------------------------------------------
 
     def send(self, kind: str, src: int, dst: int, **more: Any) -> None:
-        ack, control = self.tables[src].take(dst)
+        ack, control = self.tables[src].take_pending(dst)
         if dst in self.alive:
             self.frames.append(InFlight(kind, src, dst, ack, control, **more))
 
@@ -567,7 +568,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def call_remote(self, data):
-        src = self.pick(data, sorted(self.alive), "maker")
+        src = self.pick(data, sorted(self.alive), "creator")
         owner = self.peer(data, src)
         mine = self.tables[src]
         rref_id, fork_id = mine._new_id(), mine._new_id()
@@ -589,7 +590,7 @@ class Protocol(RuleBasedStateMachine):
         return mine.share(handle.fork_id, to)
 
     def shareable(self) -> list[Handle]:
-        # a handle whose owner is known to be gone raises before it gets to the table
+        # a handle whose owner is known to be lost raises before it gets to the table
         return [h for h in self.handles if h.owner in self.known[h.worker]]
 
     @precondition(lambda self: self.shareable())
@@ -615,45 +616,45 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.handles)
     @rule(data=st.data())
     def drop(self, data):
-        self.let_go(self.pick(data, self.handles, "handle"))
+        self.drop_handle(self.pick(data, self.handles, "handle"))
 
-    def let_go(self, handle: Handle) -> None:
+    def drop_handle(self, handle: Handle) -> None:
         self.handles.remove(handle)
         if handle.fork_id is not None:
             self.tables[handle.worker].drop(handle.fork_id)
 
-    def voices(self) -> list[tuple[int, int]]:
+    def pending_links(self) -> list[tuple[int, int]]:
         return [
             (w, to)
             for w in sorted(self.alive)
-            for to in self.tables[w].waiting()
+            for to in self.tables[w].pending_workers()
             if to in self.known[w]
         ]
 
-    @precondition(lambda self: self.voices())
+    @precondition(lambda self: self.pending_links())
     @rule(data=st.data())
-    def speak(self, data):
-        src, dst = self.pick(data, self.voices(), "from, to")
+    def send_control(self, data):
+        src, dst = self.pick(data, self.pending_links(), "from, to")
         self.send("control", src, dst)
 
     @rule(data=st.data())
-    def turn(self, data):
-        self.tables[self.pick(data, sorted(self.alive), "worker")].offer_again()
+    def retransmit(self, data):
+        self.tables[self.pick(data, sorted(self.alive), "worker")].retransmit()
 
     # -- the network ------------------------------------------------------------------------
 
     @precondition(lambda self: self.frames)
-    @rule(data=st.data(), again=st.booleans())
-    def deliver_any(self, data, again):
+    @rule(data=st.data(), duplicated=st.booleans())
+    def deliver_any(self, data, duplicated):
         frame = self.pick(data, self.frames, "frame")
         self.frames.remove(frame)
         self.deliver(frame)
-        if again:  # transports never double a call; what it says may still come twice
+        if duplicated:  # transports never duplicate a call, but its messages may be retransmitted
             self.frames.append(InFlight("control", frame.src, frame.dst, frame.ack, frame.control))
 
     def deliver(self, frame: InFlight) -> None:
         here = self.tables[frame.dst]
-        here.apply(frame.src, frame.ack, frame.control)
+        here.on_messages(frame.src, frame.ack, frame.control)
         for fork in frame.forks:
             try:
                 cell, _ = here.receive(fork)
@@ -680,15 +681,15 @@ class Protocol(RuleBasedStateMachine):
         return [f for f in self.frames if f.kind == "control" or (f.control and not f.forks)]
 
     @precondition(lambda self: self.losable())
-    @rule(data=st.data(), told=st.booleans())
-    def lose_control(self, data, told):
+    @rule(data=st.data(), noticed=st.booleans())
+    def lose_control(self, data, noticed):
         frame = self.pick(data, self.losable(), "frame")
         if frame.kind == "control":
             self.frames.remove(frame)
         elif frame.kind == "reply":
             frame.ack, frame.control = 0, ()
-        if told and frame.src in self.alive:
-            self.tables[frame.src].offer_again(frame.dst)
+        if noticed and frame.src in self.alive:
+            self.tables[frame.src].retransmit(frame.dst)
 
     # -- members ----------------------------------------------------------------------------
 
@@ -698,12 +699,12 @@ class Protocol(RuleBasedStateMachine):
         dead = self.pick(data, sorted(self.alive), "worker")
         self.alive.remove(dead)
         for state in self.rrefs.values():
-            # its value is gone, or its remote call may never arrive
-            if state.owner == dead or (state.maker == dead and not state.arrived):
+            # its value is lost, or its remote call may never arrive
+            if state.owner == dead or (state.creator == dead and not state.arrived):
                 state.lost = True
-        # a share that the dead had made, and that is not counted yet, kept it alive
-        on_their_way = [fork for frame in self.frames for fork in frame.forks]
-        for fork in on_their_way:
+        # a fork that the dead worker made, and that is not counted yet, kept the RRef alive
+        in_flight = [fork for frame in self.frames for fork in frame.forks]
+        for fork in in_flight:
             if fork.parent == dead:
                 self.rrefs[fork.rref_id].lost = True
         for worker in self.alive:
@@ -711,33 +712,33 @@ class Protocol(RuleBasedStateMachine):
                 if entry.parent == dead and entry.state is UserState.PENDING:
                     self.rrefs[entry.rref_id].lost = True
         self.handles = [h for h in self.handles if h.worker != dead]
-        # what the dead had sent may still arrive, before or after the news
+        # frames of the dead worker may still arrive, before or after its loss is known
         self.frames = [f for f in self.frames if f.dst != dead]
 
-    def news(self) -> list[tuple[int, int]]:
+    def unknown_deaths(self) -> list[tuple[int, int]]:
         return [(w, dead) for w in sorted(self.alive) for dead in self.known[w] - self.alive]
 
-    @precondition(lambda self: self.news())
+    @precondition(lambda self: self.unknown_deaths())
     @rule(data=st.data())
-    def learn_of_a_death(self, data):
-        self.learn(*self.pick(data, self.news(), "worker, dead"))
+    def notice_a_death(self, data):
+        self.notice(*self.pick(data, self.unknown_deaths(), "worker, dead"))
 
-    def learn(self, worker: int, dead: int) -> None:
+    def notice(self, worker: int, dead: int) -> None:
         self.known[worker].discard(dead)
         self.tables[worker].on_peer_lost(dead)
 
-    # -- what must hold ---------------------------------------------------------------------
+    # -- invariants ------------------------------------------------------------------------
 
     def referenced(self) -> set[GloballyUniqueId]:
         held = {h.rref_id for h in self.handles if h.fork_id is not None}
         return held | {k.rref_id for f in self.frames if f.src in self.alive for k in f.forks}
 
     @invariant()
-    def what_is_referenced_is_at_its_owner(self):
-        coming = {f.made[0] for f in self.frames if f.kind == "remote"}
+    def a_referenced_rref_is_at_its_owner(self):
+        requested = {f.made[0] for f in self.frames if f.kind == "remote"}
         for rref_id in self.referenced():
             state = self.rrefs[rref_id]
-            if not state.lost and state.owner in self.alive and rref_id not in coming:
+            if not state.lost and state.owner in self.alive and rref_id not in requested:
                 assert rref_id in self.tables[state.owner].owned
 
     @invariant()
@@ -755,23 +756,23 @@ class Protocol(RuleBasedStateMachine):
 
     def teardown(self):
         for handle in list(self.handles):
-            self.let_go(handle)
-        for news in self.news():
-            self.learn(*news)
+            self.drop_handle(handle)
+        for worker, dead in self.unknown_deaths():
+            self.notice(worker, dead)
         for _ in range(200):
             while self.frames:
                 self.deliver(self.frames.pop(0))
             while self.handles:
-                self.let_go(self.handles[0])
+                self.drop_handle(self.handles[0])
             for worker in self.alive:
-                self.tables[worker].offer_again()
-            for src, dst in self.voices():
+                self.tables[worker].retransmit()
+            for src, dst in self.pending_links():
                 self.send("control", src, dst)
             if not self.frames and all(self.tables[w].is_settled() for w in self.alive):
                 break
         for worker in self.alive:
             left = self.tables[worker]
-            # a remote call that died on its way leaves an empty cell for as long as its maker lives
+            # a remote call that was lost leaves an empty cell for as long as its creator lives
             owned = [i for i, o in left.owned.items() if o.forks or not self.rrefs[i].lost]
             assert not owned
             assert not left.used

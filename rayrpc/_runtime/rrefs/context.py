@@ -227,17 +227,17 @@ class RRefContext:
 
     def take_pending(self, worker: int) -> tuple[int, tuple[Control, ...]]:
         """Return the acknowledgement and the messages for the next frame to ``worker``."""
-        if self._table.is_silent(worker):
+        if self._table.has_nothing_pending(worker):
             return 0, ()
         with self._lock:
-            return self._table.take(worker)
+            return self._table.take_pending(worker)
 
     def on_control(self, worker: int, ack: int, messages: tuple[Control, ...]) -> None:
         """Apply the acknowledgement and the messages of a frame from ``worker``."""
         if not messages and not ack:
             return
         with self._lock:
-            effects = self._table.apply(worker, ack, messages)
+            effects = self._table.on_messages(worker, ack, messages)
         self._settle(effects)
 
     def flush(self, but: int | None = None) -> None:
@@ -247,14 +247,14 @@ class RRefContext:
             but: the worker that a frame is sent to anyway.
         """
         with self._lock:
-            workers = [w for w in self._table.waiting() if w != but]
+            workers = [w for w in self._table.pending_workers() if w != but]
         for worker in workers:
             self._send_control(worker)
 
     def on_send_failed(self, worker: int) -> None:
         """Make the messages that may not have reached ``worker`` pending again."""
         with self._lock:
-            self._table.offer_again(worker)
+            self._table.retransmit(worker)
 
     # -- members ------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class RRefContext:
                     self._table.drop(fork_id)
                 if is_due:
                     due = time.monotonic() + RETRANSMIT_SECONDS
-                    self._table.offer_again()
+                    self._table.retransmit()
             if (forks or is_due) and not self._closed:
                 self.flush()
 
