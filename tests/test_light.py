@@ -20,6 +20,7 @@ LIGHT = [
     "rayrpc._protocol.membership",
     "rayrpc._protocol.messages",
     "rayrpc._transports.ray.directory",
+    "rayrpc._transports.ray.endpoint",
     "rayrpc._transports.ray.local_cluster",
     "rayrpc._transports.ray.relay",
     "rayrpc.config",

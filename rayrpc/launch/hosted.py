@@ -15,8 +15,7 @@ from typing import Any
 import ray
 
 from rayrpc import config
-from rayrpc._transports.ray.endpoint import HostedEndpoint, hosted_endpoint
-from rayrpc._transports.ray.relay import Wire
+from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc.launch.output import Capture
 from rayrpc.launch.program import Program
 

@@ -29,7 +29,7 @@ from rayrpc._transports.direct.auth import CHALLENGE_SIZE, AuthenticationError, 
 from rayrpc._transports.direct.connection import CallerConnection, ConnectionCall
 from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.wire import prepare
-from rayrpc._transports.ray.relay import Address, DirectAddress
+from rayrpc._transports.ray.endpoint import Address, DirectAddress
 from rayrpc._transports.ray.transport import CLOSE_SECONDS, RayTransport
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 

@@ -1,26 +1,191 @@
-"""Where the calls to a worker that is itself an actor arrive."""
+"""Actor endpoints: the Ray actors that peers call to reach a worker.
+
+A hosted worker's endpoint is its own actor (``HostedEndpoint`` here); an attached process has a
+``Relay``.  All have the same methods, and their addresses are ``Address``:
+
+    handle(wire)             serve a frame; return the reply, or DEFERRED if it comes later
+    deliver(call_id, wire)   take the late reply to a call of this worker
+    watch(token)             block until the worker leaves; fail if it dies (``LivenessWatch``)
+
+A deferred reply is sent by the callee with the caller's ``deliver``: so a call that waits for
+something holds no thread, and any number of calls can be open.
+
+On the wire a frame is bytes, or a list of bytes and buffers.  To and from a process that uses Ray
+Client, whose pickles have no buffers, it is a tuple of bytes.
+
+The states of a hosted endpoint; calls wait in the first two and are refused in the last one:
+
+    NEW ── reserve ──> RESERVED ── attach ──> SERVING ── detach ──> DETACHED
+                           ^                                            │
+                           └────────────────── reserve ─────────────────┘
+
+Torch is never imported here.
+"""
 
 from __future__ import annotations
 
+import pickle
 import threading
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
-from rayrpc._transports.ray.relay import LivenessWatch, Wire
+import ray
+from ray.exceptions import RayError
+
+from rayrpc._protocol.messages import Frame, flat
 from rayrpc.errors import CallError
 
-if TYPE_CHECKING:
-    from rayrpc._transports.ray.transport import RayTransport
+__all__ = [
+    "Address",
+    "DEFERRED",
+    "DirectAddress",
+    "EndpointServer",
+    "HostedEndpoint",
+    "LivenessWatch",
+    "Wire",
+    "from_wire",
+    "hosted_endpoint",
+    "passed_on",
+    "to_wire",
+]
 
-__all__ = ["HostedEndpoint", "hosted_endpoint"]
+#: bytes, a list of bytes and buffers, or a tuple of bytes
+Wire = Any
 
-# How long a call waits for a worker that is admitted to its group, but not serving yet.
-PLUG_SECONDS = 10.0
+#: in place of a reply that comes later
+DEFERRED = None
+
+# How long a call waits for a worker that is admitted to its group, but does not serve yet.
+ATTACH_SECONDS = 10.0
+
+
+class DirectAddress(NamedTuple):
+    """Where a worker accepts connections (``direct.py``).
+
+    Args:
+        node (str): Ray's id of its node.
+        unix (str): name of a UNIX socket there; empty if none.
+        host (str): address of the node.
+        port (int): for peers on other nodes; 0 if none.
+    """
+
+    node: str
+    unix: str
+    host: str
+    port: int
+
+
+class Address(NamedTuple):
+    """How peers reach a worker.
+
+    It holds names, no handles: a handle can be unpickled only while its program runs, and news of
+    a worker may arrive after its end.
+
+    Args:
+        actor (str): name of its actor endpoint.
+        namespace (str): where Ray knows that name.
+        connection (DirectAddress | None): where it accepts connections, if it does.
+    """
+
+    actor: str
+    namespace: str
+    connection: DirectAddress | None = None
+
+    def find(self) -> Any:
+        """Return a handle of the actor endpoint; ValueError if it has ended."""
+        try:
+            return ray.get_actor(self.actor, namespace=self.namespace)
+        except (AssertionError, RayError) as exc:  # it was just ending
+            raise ValueError(str(exc)) from exc
+
+
+def to_wire(frame: Frame, plain: bool = False) -> Wire:
+    """Return the form of a frame that Ray sends fastest.
+
+    Args:
+        frame: to send.
+        plain: the sender or the receiver uses Ray Client.
+    """
+    head = frame.pack()
+    if plain:
+        return _plain([head, *map(flat, frame.buffers)])
+    if not frame.buffers:
+        return head
+    return [head, *(pickle.PickleBuffer(flat(buffer)) for buffer in frame.buffers)]
+
+
+def from_wire(wire: Wire) -> Frame:
+    """Return the frame that ``to_wire`` encoded."""
+    if isinstance(wire, bytes):
+        return Frame.unpack(wire)
+    return Frame.unpack(wire[0], wire[1:])
+
+
+def passed_on(wire: Wire, plain: bool = False) -> Wire:
+    """Return a received wire form in one that Ray can send again."""
+    if isinstance(wire, list):
+        return _plain(wire) if plain else [wire[0], *map(pickle.PickleBuffer, wire[1:])]
+    return wire
+
+
+def _plain(parts: list[Any]) -> tuple[bytes, ...]:
+    return tuple(bytes(part) for part in parts)
+
+
+class LivenessWatch:
+    """Block the calls of ``watch`` until their worker leaves.
+
+    If the process dies first, Ray fails them: so the directory learns of the death.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: dict[str, threading.Event] = {}
+
+    def _event(self, token: str) -> threading.Event:
+        with self._lock:
+            return self._events.setdefault(token, threading.Event())
+
+    def wait(self, token: str) -> None:
+        """Block until the membership with this token ends."""
+        self._event(token).wait()
+
+    def release(self, token: str) -> None:
+        """Unblock the threads that wait for a token."""
+        self._event(token).set()
+
+
+class EndpointServer(Protocol):
+    """What a hosted endpoint needs of its worker's transport."""
+
+    def answer(self, wire: Wire, may_block: bool) -> Wire:
+        """Serve a peer's frame in this thread.
+
+        Args:
+            wire: the frame.
+            may_block: this thread may be kept for as long as the user's function runs.
+
+        Returns:
+            The reply, or DEFERRED.
+        """
+
+    def on_late_reply(self, call_id: int, wire: Wire) -> None:
+        """Complete a call of this worker with its deferred reply."""
+
+
+class EndpointState(Enum):
+    """The state of a hosted endpoint; see the drawing above."""
+
+    NEW = "new"
+    RESERVED = "reserved"
+    SERVING = "serving"
+    DETACHED = "detached"
 
 
 class HostedEndpoint:
-    """What the calls to a worker that is itself an actor arrive at.
+    """The actor endpoint of a hosted worker; the actor forwards its calls to it.
 
-    The actor forwards to it; a transport plugs itself in while its worker is in a group.
+    A transport attaches itself while its worker is in a group.
 
     Args:
         name (str): the actor's.
@@ -33,53 +198,69 @@ class HostedEndpoint:
         self._threads = threads
         self._busy = 0
         self._lock = threading.Lock()
-        self._transport: RayTransport | None = None
-        self._plugged = threading.Event()
-        self._taken = False
+        self._state = EndpointState.NEW
+        self._decided = threading.Event()  # set in SERVING and DETACHED
+        self._server: EndpointServer | None = None  # in SERVING
 
-    def take(self) -> HostedEndpoint | None:
-        """Let calls wait for the transport that asks for this; None if another has it."""
+    def reserve(self) -> HostedEndpoint | None:
+        """Keep the endpoint for one transport, and let calls wait until it attaches.
+
+        Returns:
+            None if another transport has it.
+        """
         with self._lock:
-            if self._taken:
+            if self._state in (EndpointState.RESERVED, EndpointState.SERVING):
                 return None
-            self._taken = True
-            self._plugged.clear()
+            self._state = EndpointState.RESERVED
+            self._decided.clear()
         return self
 
-    def plug(self, transport: RayTransport | None) -> None:
-        """Serve by ``transport`` from now on; None: refuse calls."""
+    def attach(self, server: EndpointServer) -> None:
+        """Serve calls by ``server`` from now on."""
         with self._lock:
-            self._transport = transport
-            self._taken = transport is not None
-            self._plugged.set()
+            self._state = EndpointState.SERVING
+            self._server = server
+            self._decided.set()
+
+    def detach(self) -> None:
+        """Refuse calls from now on."""
+        with self._lock:
+            self._state = EndpointState.DETACHED
+            self._server = None
+            self._decided.set()
 
     def call(self, wire: Wire) -> Wire:
-        """Serve a peer's frame in this thread, which the actor gave."""
-        # a peer that was admitted with us may call before our init_rpc has returned
-        self._plugged.wait(PLUG_SECONDS)
-        transport = self._transport
-        if transport is None:
+        """Serve a peer's frame in this thread of the actor.
+
+        Raises:
+            CallError: the worker is in no group.
+        """
+        # a peer that was admitted at the same time may call before this worker's init_rpc returns
+        self._decided.wait(ATTACH_SECONDS)
+        server = self._server
+        if server is None:
             raise CallError("RPC is not running in this process (any more)")
         with self._lock:
             self._busy += 1
             may_block = self._busy < self._threads
         try:
-            return transport._answer(wire, may_block)
+            return server.answer(wire, may_block)
         finally:
             with self._lock:
                 self._busy -= 1
 
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Take the late reply to a call of this worker."""
-        if self._transport is not None:
-            self._transport._arrived(call_id, wire)
+        server = self._server
+        if server is not None:
+            server.on_late_reply(call_id, wire)
 
 
 _hosted: HostedEndpoint | None = None
 
 
 def hosted_endpoint(endpoint: HostedEndpoint | None = None) -> HostedEndpoint | None:
-    """Return the endpoint of this process, which is set once if it is a worker's actor."""
+    """Return this process's endpoint, None if it is no worker's actor; set it if one is given."""
     global _hosted
     if endpoint is not None:
         _hosted = endpoint

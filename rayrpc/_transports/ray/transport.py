@@ -31,16 +31,15 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Pending, PendingReply, Serve, Transport, served
 from rayrpc._transports.ray.cluster import through_client
-from rayrpc._transports.ray.endpoint import hosted_endpoint
-from rayrpc._transports.ray.relay import (
+from rayrpc._transports.ray.endpoint import (
     DEFERRED,
-    RELAY_GROUPS,
     Address,
-    Relay,
     Wire,
     from_wire,
+    hosted_endpoint,
     to_wire,
 )
+from rayrpc._transports.ray.relay import RELAY_GROUPS, Relay
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 __all__ = ["RayTransport", "cause_of"]
@@ -162,7 +161,7 @@ class RayTransport(Transport):
         self._handles: dict[str, Any] = {}  # of peers' stand-ins, by token
         self._plain = through_client()
         endpoint = hosted_endpoint()
-        self._hosted = endpoint and endpoint.take()
+        self._hosted = endpoint and endpoint.reserve()
         if self._hosted is not None:
             self._address = Address(self._hosted.name, namespace)
         else:
@@ -204,7 +203,7 @@ class RayTransport(Transport):
         self._serve = serve
         self._find = find
         if self._hosted is not None:
-            self._hosted.plug(self)
+            self._hosted.attach(self)
         else:
             self._start_poller()
 
@@ -246,7 +245,7 @@ class RayTransport(Transport):
         for reply in replies:
             reply.complete(Error(CallError("RPC was shut down on this worker")))
         if self._hosted is not None:
-            self._hosted.plug(None)
+            self._hosted.detach()
             self._hosted.watch.release(self._token)
         elif ray.is_initialized():
             if self._taken:  # else no peer waits for a reply; the relay may not even run yet
@@ -269,7 +268,7 @@ class RayTransport(Transport):
             self.on_peer_lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
         return reply
 
-    def _arrived(self, call_id: int, wire: Wire) -> None:
+    def on_late_reply(self, call_id: int, wire: Wire) -> None:
         with self._lock:
             reply, _ = self._replies.pop(call_id, (None, None))
             if reply is None:
@@ -286,7 +285,7 @@ class RayTransport(Transport):
 
     # -- serving ------------------------------------------------------------------------------
 
-    def _answer(self, wire: Wire, may_block: bool) -> Wire:
+    def answer(self, wire: Wire, may_block: bool) -> Wire:
         assert self._serve is not None
         frame = from_wire(wire)
         reply = served(self._serve, frame, may_block)
@@ -328,7 +327,7 @@ class RayTransport(Transport):
             last = len(items) - 1
             for position, (kind, number, wire) in enumerate(items):
                 if kind == "reply":
-                    self._arrived(number, wire)
+                    self.on_late_reply(number, wire)
                 elif position < last:
                     self._threads.submit(functools.partial(self._take, number, wire, None))
                 else:
