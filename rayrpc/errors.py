@@ -3,19 +3,19 @@
     RpcError (a RuntimeError, as torch's RPC errors are)
     ├── ConfigError (and ValueError)        a setting is unknown or has a wrong value
     ├── ClusterError                        no Ray cluster can be reached or started
-    ├── PlacementError                      a worker needs resources that nobody has
+    ├── PlacementError                      a worker needs resources that no node has
     ├── GroupError                          a group refuses a member, or is incomplete
-    ├── NotInitializedError                 init_rpc was not called, or shutdown already was
-    ├── CallError                           one call went wrong on its way
-    │   ├── CallTimeoutError                ... took longer than its timeout
-    │   ├── SerializationError              ... has an argument or a result that cannot be sent
-    │   │   └── DeviceMapError              ... a tensor on a device that no device map names
-    │   ├── CallLostError                   ... was cut off: it may or may not have run
-    │   └── WorkerDiedError                 ... went to a worker that died or left
+    ├── NotInitializedError                 init_rpc was not called, or shutdown was
+    ├── CallError                           a call did not complete
+    │   ├── CallTimeoutError                ... it took longer than its timeout
+    │   ├── SerializationError              ... an argument or its result cannot be sent
+    │   │   └── DeviceMapError              ... a tensor's device is in no device map
+    │   ├── CallLostError                   ... its connection broke: it may or may not have run
+    │   └── WorkerDiedError                 ... its callee died or left the group
     └── FunctionNotFoundError (and AttributeError)
-                                            the callee cannot import what it should run
+                                            the callee cannot import the function of a call
 
-Errors raised by users' functions are not in this tree: they keep their own type.
+Errors raised by users' functions are not in this tree: they keep their own types.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class SerializationError(CallError):
 
 
 class DeviceMapError(SerializationError):
-    """A tensor is on a device for which the receiver has no place in a device map."""
+    """A tensor is on a device that the device map for the receiver does not contain."""
 
 
 class CallLostError(CallError):
-    """A call was cut off: whether it ran is not known."""
+    """The connection broke during a call: whether the function ran is not known."""
 
 
 class WorkerDiedError(CallError):
@@ -86,8 +86,8 @@ class WorkerDiedError(CallError):
 
     Args:
         worker (str): name of the worker.
-        cause (str): what happened to it.
-        node (str): address of the node that it ran on, if known.
+        cause (str): how it ended, as a clause; empty if not known.
+        node (str): address of the node that it ran on; empty if not known.
     """
 
     def __init__(self, worker: str, cause: str = "", node: str = "") -> None:
@@ -106,4 +106,4 @@ class WorkerDiedError(CallError):
 
 
 class FunctionNotFoundError(RpcError, AttributeError):
-    """The callee cannot import a function or class that was sent by reference."""
+    """The callee cannot import a function or class that the caller sent by reference."""

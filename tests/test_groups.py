@@ -159,7 +159,7 @@ def all_do(puppets: list[Puppet], codes: list[str]) -> list[Any]:
 
 
 def wait_joining(key: str) -> None:
-    """Return when somebody waits for the group with this key to be complete."""
+    """Return when a join to the group with this key is pending."""
 
     def is_joining() -> bool:
         name = f"rayrpc-directory:{key.removeprefix('tcp://')}"

@@ -1,4 +1,4 @@
-"""What must stay light: parts that never load torch."""
+"""Modules and actors that never load torch, and the life of relays and directories."""
 
 import os
 import subprocess
@@ -110,11 +110,11 @@ def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
             transport.close()
 
 
-def test_a_directory_stays_longer_when_somebody_died():
+def test_a_directory_stays_longer_after_a_death():
     directory = DirectoryActor.__new__(DirectoryActor)  # its tasks need an actor
-    directory._group, directory._died = Group("key"), False
-    assert directory._patience() == ray_directory.LINGER_AT_FIRST_SECONDS
+    directory._group, directory._any_died = Group("key"), False
+    assert directory._linger_seconds() == ray_directory.LINGER_AT_FIRST_SECONDS
     directory._group.join(Member("token", "w", 0, 1))
-    assert directory._patience() == ray_directory.LINGER_SECONDS
-    directory._died = True
-    assert directory._patience() == ray_directory.LINGER_AFTER_DEATH_SECONDS
+    assert directory._linger_seconds() == ray_directory.LINGER_SECONDS
+    directory._any_died = True
+    assert directory._linger_seconds() == ray_directory.LINGER_AFTER_DEATH_SECONDS

@@ -1,1 +1,23 @@
-"""Calls by Ray actors."""
+"""The Ray transport: calls by Ray actors, and membership by a directory actor.
+
+In the order in which a worker meets them:
+
+    cluster         connects this process to its Ray cluster, or takes a lease of a local one
+    local_cluster   the process that starts and ends a local cluster
+    directory       the directory actor of a group, and its client ``RayDirectory``
+    endpoint        addresses, the wire form, the endpoint of a hosted worker
+    relay           the relay actor: the endpoint of an attached process
+    transport       ``RayTransport``: calls peers' endpoints, serves this worker's own
+
+    caller ──handle(wire)──> endpoint of the callee ──> callee
+    caller <──────────── its return value, or a later deliver(call_id, wire)
+
+Invariants:
+
+- Each worker has exactly one actor endpoint, and dies with it: the endpoint is the worker's own
+  actor, or a relay that its process owns.
+- The directory and the relays never import torch; the modules that they load hold to it.
+- An address has names, never handles: a handle can be unpickled only while its program runs.
+- No call holds a thread while it waits for another one: its reply is deferred.
+- Ray's errors are translated here; the layers above see those of ``rayrpc.errors``.
+"""

@@ -1,13 +1,12 @@
-"""Find the Ray cluster of this process, or start a local one.
+"""Connect this process to its Ray cluster; start a local one if no cluster is named.
 
-Named by the settings, ``RAY_ADDRESS`` or the hosting actor, a cluster is joined.  Where none is
-named, a local one is shared by all processes of this user that need one at the same time, and
-ends with the last of them:
+A cluster is named by the settings, ``RAY_ADDRESS`` or the hosting actor.  If none is, all
+processes of this user share a local cluster, which ends with the last of them:
 
-    process ──(holds a connection)──> keeper ──(starts, ends)──> Ray
+    process ──(lease)──> local cluster's process ──(starts, ends)──> Ray
 
-The *keeper* (``ray_local.py``) is a process of its own, so that it does not matter which of the
-users' processes came first or ends first, or how it ends: their connections close with them.
+A *lease* is a connection to that process (``local_cluster.py``).  The process starts and ends
+independently of its clients: a client's lease ends with the client, however that ends.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
@@ -35,8 +35,9 @@ __all__ = ["connect", "through_client"]
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
+CONNECT_RETRY_SECONDS = 0.02
 
-# The connection to the keeper; open as long as this process needs its cluster.
+# Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
 _connected_pid: int | None = None
 
@@ -45,7 +46,7 @@ def connect(settings: Settings) -> None:
     """Connect this process to its Ray cluster, unless it is connected.
 
     Args:
-        settings (Settings): ``address`` and what belongs to a local cluster count here.
+        settings (Settings): the address and namespace, or the options of a local cluster.
 
     Raises:
         ClusterError: the named cluster cannot be reached, or no local one can be started.
@@ -63,7 +64,7 @@ def connect(settings: Settings) -> None:
         return
     if address in (None, "local"):
         address = _join_local(settings)
-        _use_token()
+        _use_auth_token()
     import ray
 
     options: dict[str, Any] = {
@@ -86,52 +87,54 @@ def connect(settings: Settings) -> None:
 
 
 def through_client() -> bool:
-    """Tell whether this process speaks to its cluster by Ray Client, from no node of it."""
+    """Tell whether this process uses Ray Client, from outside of the cluster's nodes."""
     import ray
 
     return bool(ray.util.client.ray.is_connected())
 
 
-def _use_token() -> None:
-    """Show the user's token, which a local cluster wants; other users' processes have another."""
+def _use_auth_token() -> None:
+    """Authenticate by the user's token; a local cluster refuses other users' processes."""
     os.environ["RAY_AUTH_MODE"] = "token"
-    with contextlib.suppress(ImportError):  # a Ray that knows no tokens yet
+    with contextlib.suppress(ImportError):  # a version of Ray without tokens
         from ray._private.authentication import authentication_token_setup
 
-        # the environment was read when Ray was imported, maybe long ago
+        # Ray reads the environment when it is imported, which may have been before
         authentication_token_setup._enable_token_auth()
 
 
 def _join_local(settings: Settings) -> str:
-    """Return the address of the local cluster, started if need be."""
+    """Take a lease of the local cluster, started if there is none; return its address."""
     global _lease
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rayrpc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise ClusterError(
-            f"{folder} belongs to somebody else; set RAY_TMPDIR to a folder of yours"
+            f"{folder} belongs to another user; set RAY_TMPDIR to a folder of your own"
         )
-    # programs of another Python or another Ray need a cluster of their own
-    which = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
+    # programs of another Python environment, and so another Ray, need a cluster of their own
+    identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
     if settings.address == "local":
-        # one for this program: its children inherit the name
-        which += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
-    path = folder / f"keeper-{which}.sock"
-    with _locked(folder / f"keeper-{which}.lock"):
-        lease = _knock(path)
+        # one for this program and its children, which inherit the environment
+        identity += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
+    path = folder / f"cluster-{identity}.sock"
+    log = path.with_suffix(".log")
+    with _locked(path.with_suffix(".lock")):
+        lease = _open_lease(path)
         if lease is None:
             path.unlink(missing_ok=True)
-            log = folder / f"keeper-{which}.log"
-            _start_keeper(path, log, settings)
-            lease = _wait_for(lambda: _knock(path), START_SECONDS)
+            _start_local_cluster(path, log, settings)
+            lease = _wait_for_lease(path, START_SECONDS)
     if lease is None:
-        raise ClusterError(f"no local Ray cluster could be started; see {folder}")
+        raise ClusterError(
+            f"no local Ray cluster could be started in {START_SECONDS:g} s; see {log}"
+        )
     lease.settimeout(START_SECONDS)
     with lease.makefile("r") as lines:
         answer = lines.readline().strip()
     lease.settimeout(None)
     if not answer.startswith("ready "):
-        reason = answer or f"see {folder / f'keeper-{which}.log'}"
+        reason = answer or f"see {log}"
         raise ClusterError(f"no local Ray cluster could be started: {reason}")
     _lease = lease
     return answer.removeprefix("ready ")
@@ -144,7 +147,8 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _knock(path: Path) -> socket.socket | None:
+def _open_lease(path: Path) -> socket.socket | None:
+    """Connect to the local cluster; return None if it does not run."""
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         lease.connect(str(path))
@@ -154,16 +158,16 @@ def _knock(path: Path) -> socket.socket | None:
     return lease
 
 
-def _wait_for(attempt: Any, seconds: float) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if (result := attempt()) is not None:
-            return result
-        time.sleep(0.02)
+def _wait_for_lease(path: Path, seconds: float) -> socket.socket | None:
+    deadline = Deadline(seconds)
+    while not deadline.expired:
+        if (lease := _open_lease(path)) is not None:
+            return lease
+        time.sleep(CONNECT_RETRY_SECONDS)
     return None
 
 
-def _start_keeper(path: Path, log: Path, settings: Settings) -> None:
+def _start_local_cluster(path: Path, log: Path, settings: Settings) -> None:
     command = [
         sys.executable,
         "-m",
@@ -177,7 +181,7 @@ def _start_keeper(path: Path, log: Path, settings: Settings) -> None:
     environ["RAY_AUTH_MODE"] = "token"
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with log.open("w") as output:
-        # a session of its own: Ctrl-C in the terminal is not for it
+        # a session of its own, so that Ctrl-C in the terminal does not end it
         subprocess.Popen(
             command,
             env=environ,

@@ -1,8 +1,17 @@
 """The directory of a group on Ray: a named, detached actor that runs the pure ``Group``.
 
-It watches the stand-in of every member, so that a death is known within milliseconds, and tells
-the others by answering the poll that each of them keeps open.  It ends itself when its group has
-been empty for a moment; it has no owner whose death could take it along.
+    member ──join──> directory ──watch──> the member's actor endpoint
+    member ──poll(version)──> directory   returns when the membership changes
+
+The directory keeps a call of ``watch`` open on every member's endpoint, which Ray fails within
+milliseconds of a death; it then answers the poll that each member keeps open.
+
+The first member to need the directory creates it.  It is detached, so that no member's death ends
+it, and ends itself when its group has been empty for a while:
+
+    CREATED ──(first join)──> IN USE ──(all left or died)──> EMPTY ──(linger time)──> ended
+                                 ^                             │
+                                 └────────── join ─────────────┘
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._protocol.membership import Admitted, Change, Decision, Group, Member, Snapshot
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray.transport import cause_of
@@ -28,14 +38,25 @@ __all__ = ["DirectoryActor", "RayDirectory"]
 
 logger = logging.getLogger(__name__)
 
+# How long a directory without members stays, and how often it looks.
 LINGER_SECONDS = 1.0
-LINGER_AFTER_DEATH_SECONDS = 5.0
-LINGER_AT_FIRST_SECONDS = 30.0  # whoever made us has not joined yet
-JOIN_SEEN_SECONDS = 5.0
+LINGER_AFTER_DEATH_SECONDS = 5.0  # members that join late learn what kind of group it was
+LINGER_AT_FIRST_SECONDS = 30.0  # the member that created it has not joined yet
+LINGER_POLL_SECONDS = 0.25
+
+# How long a join to a dynamic group waits until the other members have applied it.
+APPLIED_SECONDS = 5.0
+
+# Pauses before another attempt.
+WATCH_RETRY_SECONDS = 0.2
+CALL_RETRY_SECONDS = 0.05
+
+# How long a member waits for a directory that need not wait for other members.
+ANSWER_SECONDS = 10.0
 
 
 class DirectoryActor:
-    """Serve one group's membership to its members.
+    """Serve the membership of one group.
 
     Args:
         key (str): names the group.
@@ -44,54 +65,66 @@ class DirectoryActor:
     def __init__(self, key: str) -> None:
         self._group = Group(key)
         self._secret = os.urandom(32)
-        self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}
-        self._gates: dict[str, asyncio.Event] = {}
-        self._seen: dict[str, int] = {}  # the version that each member has applied
+        self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}  # undecided, by token
+        self._decided: dict[str, asyncio.Event] = {}  # by token, while a relay waits for it
+        self._applied: dict[str, int] = {}  # by token: the version that the member has applied
         self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._died = False
-        self._spawn(self._end_when_empty())
+        self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps none alive
+        self._any_died = False
+        self._start(self._end_when_empty())
 
     def __repr__(self) -> str:
         return f"rayrpc.Directory({self._group.key})"
 
     async def ready(self) -> None:
-        """Return as soon as this actor runs."""
+        """Return once this actor runs."""
 
     async def join(self, member: Member) -> Snapshot | str:
-        """Return the member's snapshot once it is admitted, or why it is refused."""
+        """Decide on a join.
+
+        Returns:
+            The snapshot, once the member is admitted and the others know it; or why it is refused.
+        """
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
-        self._spawn(self._watch(member))
+        self._start(self._watch(member))
         _, decisions = self._group.join(member)
         await self._settle(decisions)
         snapshot: Snapshot | str = await answer
         if isinstance(snapshot, str):
             return snapshot
         if member.world_size is None:
-            await self._all_see(member.token, snapshot.version)
+            await self._wait_applied(member.token, snapshot.version)
         return snapshot._replace(secret=self._secret)
 
     async def decided(self, token: str) -> None:
-        """Return when the member is admitted, refused, or gone."""
-        gate = self._gates.setdefault(token, asyncio.Event())
-        await gate.wait()
-        self._gates.pop(token, None)
+        """Return when the member is admitted or refused, or was removed."""
+        event = self._decided.setdefault(token, asyncio.Event())
+        await event.wait()
+        self._decided.pop(token, None)
 
     async def withdraw(self, token: str) -> list[int]:
-        """Take back a join that waited too long; return the ranks that are missing."""
+        """Cancel a join that took too long; return the ranks that are missing."""
         session = self._group.find(token)
         missing = session.missing() if session is not None else []
         await self._remove(token, "left")
         return missing
 
     async def leave(self, token: str) -> None:
-        """Take a member out."""
+        """Remove a member that leaves."""
         await self._remove(token, "left")
 
     async def poll(self, token: str, version: int) -> list[Change] | None:
-        """Return the changes after ``version`` as soon as there are any; None: not a member."""
+        """Wait for changes.
+
+        Args:
+            token: of the member.
+            version: the last one that the member has applied.
+
+        Returns:
+            The changes after ``version``; None if it is no member any more.
+        """
         session = self._group.find(token)
-        self._seen[token] = version
+        self._applied[token] = version
         async with self._changed:
             self._changed.notify_all()
             while session is not None and token in session.members:
@@ -101,12 +134,16 @@ class DirectoryActor:
         return None
 
     async def members(self, token: str) -> list[Member]:
-        """Return who is in the member's session."""
+        """Return the members of this member's session."""
         session = self._group.find(token)
         return list(session.members.values()) if session is not None else []
 
     async def sync(self, tag: str, token: str, payload: Any) -> dict[str, Any]:
-        """Return what all members that are left reported at ``tag``, once they have."""
+        """Wait at the barrier ``tag``.
+
+        Returns:
+            The members' payloads by name, once all members that did not leave or die reached it.
+        """
         session = self._group.find(token)
         if session is None:
             return {}
@@ -124,14 +161,14 @@ class DirectoryActor:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _start(self, coroutine: Any) -> None:
         task = asyncio.get_event_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _settle(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            self._open_gate(decision.token)
+            self._set_decided(decision.token)
             answer = self._joins.pop(decision.token, None)
             if answer is not None and not answer.done():
                 admitted = isinstance(decision, Admitted)
@@ -139,19 +176,20 @@ class DirectoryActor:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _all_see(self, token: str, version: int) -> None:
-        """Wait until every other member has applied ``version``."""
+    async def _wait_applied(self, token: str, version: int) -> None:
+        """Wait until every other member has applied ``version``, but not for a stuck one."""
 
-        def seen() -> bool:
+        def is_applied() -> bool:
             session = self._group.find(token)
             others = session.members if session is not None else {}
-            return all(self._seen.get(t, 0) >= version for t in others if t != token)
+            return all(self._applied.get(t, 0) >= version for t in others if t != token)
 
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(seen), JOIN_SEEN_SECONDS)
+                await asyncio.wait_for(self._changed.wait_for(is_applied), APPLIED_SECONDS)
 
     async def _watch(self, member: Member) -> None:
+        """Remove a member when it leaves or dies."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -159,52 +197,52 @@ class DirectoryActor:
                 await actor.watch.remote(member.token)
                 kind, cause = "left", ""
             except ValueError:
-                kind, cause = "died", "it ended while it joined"
+                kind, cause = "died", "it died while it joined"
             except ActorUnavailableError:
-                await asyncio.sleep(0.2)  # a passing fault of the network; look again
+                await asyncio.sleep(WATCH_RETRY_SECONDS)  # a broken connection, not a death
                 continue
             except RayError as exc:
                 kind, cause = "died", cause_of(exc)
             break
         await self._remove(member.token, kind, cause)
 
-    def _open_gate(self, token: str) -> None:
-        if token in self._gates:
-            self._gates[token].set()
+    def _set_decided(self, token: str) -> None:
+        if token in self._decided:
+            self._decided[token].set()
 
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
         session = self._group.find(token)
         if session is not None and session.remove(token, kind, cause) and kind == "died":
-            self._died = True
-        self._open_gate(token)
+            self._any_died = True
+        self._set_decided(token)
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")
-        self._seen.pop(token, None)
+        self._applied.pop(token, None)
         async with self._changed:
             self._changed.notify_all()
 
-    def _patience(self) -> float:
+    def _linger_seconds(self) -> float:
         """Return how many seconds to stay without members."""
         if self._group.was_static is None:
             return LINGER_AT_FIRST_SECONDS
-        return LINGER_AFTER_DEATH_SECONDS if self._died else LINGER_SECONDS
+        return LINGER_AFTER_DEATH_SECONDS if self._any_died else LINGER_SECONDS
 
     async def _end_when_empty(self) -> None:
         empty_since: float | None = None
         while True:
-            await asyncio.sleep(LINGER_SECONDS / 4)
+            await asyncio.sleep(LINGER_POLL_SECONDS)
             if not self._group.is_empty or self._joins:
                 empty_since = None
             elif empty_since is None:
                 empty_since = time.monotonic()
-            elif time.monotonic() - empty_since > self._patience():
+            elif time.monotonic() - empty_since > self._linger_seconds():
                 ray.kill(ray.get_runtime_context().current_actor)
                 return
 
 
 class RayDirectory(Directory):
-    """Reach the directory of a group from one of its members.
+    """Call the directory of a group from one of its members.
 
     Args:
         key (str): names the group.
@@ -214,11 +252,12 @@ class RayDirectory(Directory):
     def __init__(self, key: str, namespace: str) -> None:
         self._key = key
         self._namespace = namespace
+        self._worker = ""
         self._token = ""
         self._closed = False
         self._actor: Any = None
 
-    def _open(self) -> Any:
+    def _find_or_create(self) -> Any:
         directory: Any = ray.remote(DirectoryActor)
         return directory.options(
             name=f"rayrpc-directory:{self._key}",
@@ -230,17 +269,20 @@ class RayDirectory(Directory):
         ).remote(self._key)
 
     def reach(self, timeout: float) -> None:
-        """Wait until the directory runs, started if need be.
+        """Wait until the directory runs; create it if there is none.
+
+        Args:
+            timeout: in seconds.
 
         Raises:
-            GroupError: it does not in ``timeout`` seconds.
+            GroupError: it does not run in time.
         """
         try:
-            self._ask(lambda actor: actor.ready.remote(), timeout)
+            self._call(lambda actor: actor.ready.remote(), timeout)
         except GetTimeoutError:
             raise GroupError(
-                f"the directory of group {self._key!r} did not start in {timeout:g} s: is the "
-                "Ray cluster out of memory or of processes? `ray list actors` shows its state."
+                f"the directory of RPC group {self._key!r} did not start in {timeout:g} s. Check "
+                "with `ray list actors` whether the Ray cluster is out of memory or of processes."
             ) from None
 
     def decided(self, token: str) -> Any:
@@ -248,8 +290,9 @@ class RayDirectory(Directory):
         return self._actor.decided.remote(token)
 
     def join(self, member: Member, timeout: float) -> Snapshot:
+        self._worker = member.name
         try:
-            answer = self._ask(lambda actor: actor.join.remote(member), timeout)
+            answer = self._call(lambda actor: actor.join.remote(member), timeout)
         except GetTimeoutError:
             raise self._incomplete(member, timeout) from None
         if isinstance(answer, str):
@@ -257,23 +300,23 @@ class RayDirectory(Directory):
         self._token = member.token
         return answer  # type: ignore[no-any-return]
 
-    def _ask(self, question: Callable[[Any], Any], timeout: float) -> Any:
-        deadline = time.monotonic() + timeout
+    def _call(self, call: Callable[[Any], Any], timeout: float) -> Any:
+        deadline = Deadline(timeout)
         while True:
-            self._actor = self._open()
-            left = max(0.0, deadline - time.monotonic())
+            self._actor = self._find_or_create()
             try:
-                return ray.get(question(self._actor), timeout=left)
+                return ray.get(call(self._actor), timeout=deadline.remaining())
             except RayActorError as exc:
-                # the directory of an earlier run was just ending itself
-                if time.monotonic() > deadline:
+                # the directory of an earlier run may have ended itself just now
+                if deadline.expired:
                     raise GroupError(
-                        f"cannot reach the directory of group {self._key!r}: {cause_of(exc)}"
+                        f"the directory of RPC group {self._key!r} cannot be reached: "
+                        f"{cause_of(exc)}. Check with `ray status` that the Ray cluster runs."
                     ) from exc
-                time.sleep(0.05)
+                time.sleep(CALL_RETRY_SECONDS)
 
     def _incomplete(self, member: Member, timeout: float) -> GroupError:
-        missing = ray.get(self._actor.withdraw.remote(member.token), timeout=10)
+        missing = ray.get(self._actor.withdraw.remote(member.token), timeout=ANSWER_SECONDS)
         ranks = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         return GroupError(
             f"RPC worker {member.name!r} waited {timeout:g} s for group {self._key!r} to be "
@@ -284,20 +327,24 @@ class RayDirectory(Directory):
 
     def follow(self, version: int, apply: Callable[[list[Change]], None]) -> None:
         def run() -> None:
-            seen = version
+            applied = version
             while not self._closed:
                 try:
-                    changes = ray.get(self._actor.poll.remote(self._token, seen))
+                    changes = ray.get(self._actor.poll.remote(self._token, applied))
                 except Exception as exc:
                     if not self._closed:
                         logger.warning(
-                            "lost the directory of group %s: %s", self._key, cause_of(exc)
+                            "RPC worker %r lost the directory of group %r (%s): it does not "
+                            "learn any more who joins, leaves or dies",
+                            self._worker,
+                            self._key,
+                            cause_of(exc),
                         )
                     return
                 if changes is None:
                     return
                 apply(changes)
-                seen = changes[-1].version
+                applied = changes[-1].version
 
         threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
 
@@ -309,21 +356,24 @@ class RayDirectory(Directory):
         try:
             return ray.get(ref, timeout=timeout)  # type: ignore[no-any-return]
         except GetTimeoutError:
-            names = ", ".join(ray.get(self._actor.absent.remote(tag, self._token), timeout=10))
+            absent = self._actor.absent.remote(tag, self._token)
+            names = ", ".join(ray.get(absent, timeout=ANSWER_SECONDS))
             raise GroupError(
-                f"waited {timeout:g} s at {tag!r} for workers that did not come: {names}. They "
-                "are alive but busy or blocked; call shutdown() on every worker."
+                f"RPC worker {self._worker!r} waited {timeout:g} s at {tag!r} for workers that "
+                f"did not reach it: {names}. They are alive but busy or blocked; call shutdown() "
+                "on every worker."
             ) from None
         except RayActorError as exc:
             raise GroupError(
-                f"the directory of group {self._key!r} is gone: {cause_of(exc)}"
+                f"RPC worker {self._worker!r} waited at {tag!r}, but the directory of group "
+                f"{self._key!r} has died: {cause_of(exc)}. Restart the run."
             ) from exc
 
     def leave(self) -> None:
-        if not ray.is_initialized():  # any more: it saw us go
+        if not ray.is_initialized():  # then the directory saw the end of this process's connection
             return
         with contextlib.suppress(RayError):
-            ray.get(self._actor.leave.remote(self._token), timeout=10)
+            ray.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
 
     def close(self) -> None:
         self._closed = True

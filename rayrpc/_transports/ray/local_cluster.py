@@ -1,7 +1,13 @@
-"""The keeper of a local Ray cluster: ``python -m rayrpc._transports.ray.local_cluster SOCKET ...``.
+"""The process of a local Ray cluster.
 
-It starts Ray, tells its address to every process that connects to SOCKET, and ends Ray and
-itself when the last of these connections is closed.
+Run as ``python -m rayrpc._transports.ray.local_cluster SOCKET ...``, it starts Ray, sends
+its address to every client that connects to SOCKET, and ends Ray and itself when the last of these
+connections, the leases, is closed:
+
+    STARTING ──(Ray runs)──> READY ───┬──(no lease left)──> ended
+        └──(Ray failed)──> FAILED ────┘
+
+In STARTING the clients wait; then each one is sent "ready ADDRESS" or "failed REASON".
 """
 
 from __future__ import annotations
@@ -18,14 +24,18 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-FIRST_SECONDS = 30.0
+# How long to wait for the first lease.
+FIRST_LEASE_SECONDS = 30.0
+# Without leases, how long to wait for a client that is just connecting.
+LAST_LEASE_SECONDS = 1.0
 
 
 class LocalCluster:
-    """Count the processes that need the cluster.
+    """Answer the clients of the cluster, and hold their leases.
 
     Args:
-        path (Path): of the socket that they connect to.
+        path (Path): of the UNIX socket to listen on; the suffix ``.lock`` is that of the file that
+            a client locks while it connects.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,52 +46,52 @@ class LocalCluster:
         self._listener.listen(64)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._tenants: set[socket.socket] = set()
-        self._answer: bytes | None = None
-        self._answer_lock = threading.Lock()
+        self._leases: set[socket.socket] = set()
+        self._answer: bytes | None = None  # None in STARTING
+        self._lock = threading.Lock()  # guards the leases and the answer
 
     def announce(self, answer: str) -> None:
-        """Answer all processes that connected, and those that will."""
-        with self._answer_lock:
+        """Send the answer to all clients, also to those that connect later."""
+        with self._lock:
             self._answer = f"{answer}\n".encode()
-            for tenant in self._tenants:
-                self._tell(tenant)
+            for lease in self._leases:
+                self._send_answer(lease)
 
-    def _tell(self, tenant: socket.socket) -> None:
+    def _send_answer(self, lease: socket.socket) -> None:
         if self._answer is not None:
-            with contextlib.suppress(OSError):  # it is gone; its end of file follows
-                tenant.sendall(self._answer)
+            with contextlib.suppress(OSError):  # the client ended; its end of file follows
+                lease.sendall(self._answer)
 
     def run(self) -> None:
-        """Return when no process needs the cluster any more."""
-        timeout: float | None = FIRST_SECONDS
+        """Serve clients; return when no lease is left."""
+        timeout: float | None = FIRST_LEASE_SECONDS
         while True:
             ready = self._selector.select(timeout)
-            # without tenants, look again soon: somebody may just be connecting
-            timeout = None if self._tenants else 1.0
+            timeout = None if self._leases else LAST_LEASE_SECONDS
             for key, _ in ready:
                 if key.fileobj is self._listener:
-                    tenant, _ = self._listener.accept()
-                    self._selector.register(tenant, selectors.EVENT_READ)
-                    with self._answer_lock:
-                        self._tenants.add(tenant)
-                        self._tell(tenant)
+                    lease, _ = self._listener.accept()
+                    self._selector.register(lease, selectors.EVENT_READ)
+                    with self._lock:
+                        self._leases.add(lease)
+                        self._send_answer(lease)
                 else:
-                    self._left(key.fileobj)  # type: ignore[arg-type]
-            if not self._tenants and self._retire():
+                    self._on_readable(key.fileobj)  # type: ignore[arg-type]
+            if not self._leases and self._remove_socket():
                 return
 
-    def _left(self, tenant: socket.socket) -> None:
+    def _on_readable(self, lease: socket.socket) -> None:
+        """Release a lease that its client closed."""
         with contextlib.suppress(OSError):
-            if tenant.recv(1):
+            if lease.recv(1):
                 return
-        self._selector.unregister(tenant)
-        with self._answer_lock:
-            self._tenants.discard(tenant)
-        tenant.close()
+        self._selector.unregister(lease)
+        with self._lock:
+            self._leases.discard(lease)
+        lease.close()
 
-    def _retire(self) -> bool:
-        """Withdraw the socket, unless somebody is just connecting."""
+    def _remove_socket(self) -> bool:
+        """Remove the socket's file; return False if a client is just connecting."""
         with self._lock_path.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,25 +104,25 @@ class LocalCluster:
 
 
 def main(arguments: list[str]) -> None:
-    """Keep a cluster until nobody needs it.
+    """Run a local cluster until it has no leases.
 
     Args:
         arguments: the socket's path, Ray's namespace, the number of CPUs (0: this machine's),
             and whether Ray's dashboard runs (0 or 1).
     """
     path, namespace, num_cpus, dashboard = arguments
-    keeper = LocalCluster(Path(path))
-    done = threading.Thread(target=keeper.run)
+    cluster = LocalCluster(Path(path))
+    done = threading.Thread(target=cluster.run)
     done.start()
-    # in the main thread: Ray's processes end with the thread that started them
-    _start_ray(keeper, namespace, int(num_cpus), bool(int(dashboard)))
+    # in the main thread, as Ray's processes end with the thread that started them
+    _start_ray(cluster, namespace, int(num_cpus), bool(int(dashboard)))
     done.join()
     import ray
 
     ray.shutdown()
 
 
-def _start_ray(keeper: LocalCluster, namespace: str, num_cpus: int, dashboard: bool) -> None:
+def _start_ray(cluster: LocalCluster, namespace: str, num_cpus: int, dashboard: bool) -> None:
     import ray
 
     try:
@@ -124,9 +134,9 @@ def _start_ray(keeper: LocalCluster, namespace: str, num_cpus: int, dashboard: b
             log_to_driver=False,
         )
     except Exception as exc:
-        keeper.announce(f"failed {type(exc).__name__}: {' '.join(str(exc).split())}")
+        cluster.announce(f"failed {type(exc).__name__}: {' '.join(str(exc).split())}")
     else:
-        keeper.announce(f"ready {ray.get_runtime_context().gcs_address}")
+        cluster.announce(f"ready {ray.get_runtime_context().gcs_address}")
 
 
 if __name__ == "__main__":
