@@ -1,6 +1,7 @@
-"""A worker dies: everything that needs it fails at once, by name, and nobody else is held up.
+"""A worker dies: everything that needs it fails at once, by name; the other workers go on.
 
-The promise is 1 s from the death; the tests allow 3 s, for machines that are busy.
+The promise is 1 s from the death.  The tests allow 15 s, for machines that are busy; the calls
+would take 50 s, and time out after 60 s.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from conftest import ROOT, Run, eventually
 import rayrpc as rpc
 from rayrpc import errors
 
-SECONDS = 3.0
+SECONDS = 15.0
 GROUP = "ray://failures"
 
 MEMBER = f"""
@@ -65,7 +66,7 @@ def alice(ray_cluster) -> Iterator[str]:
 
 
 class Outcomes:
-    """How calls ended, and when."""
+    """The outcomes of calls, and their times."""
 
     def __init__(self) -> None:
         self.ends: dict[str, tuple[float, object]] = {}
@@ -143,7 +144,7 @@ def try_later(outcomes: Outcomes, existing) -> None:
 
 @pytest.fixture(scope="module", params=["hosted", "attached"])
 def death(request, alice, tmp_path_factory):
-    """All that can be pending on a worker, which then dies by ``kill -9``."""
+    """The outcomes of all that can be pending on a worker, which dies by ``kill -9``."""
     with contextlib.ExitStack() as stack:
         if request.param == "hosted":
             rpc.start_workers(["victim"])
@@ -154,7 +155,7 @@ def death(request, alice, tmp_path_factory):
         assert existing.rpc_sync().add(1) == 1
         start_pending(outcomes, existing)
         pid = rpc.rpc_sync("victim", targets.pid)
-        time.sleep(0.5)  # let them arrive
+        time.sleep(0.5)  # let the calls arrive
         assert not outcomes.ends, outcomes.ends
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -170,7 +171,7 @@ def death(request, alice, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", PENDING + LATER)
-def test_what_needs_a_dead_worker_fails_at_once_and_names_it(death, name):
+def test_everything_that_needs_a_dead_worker_fails_at_once_and_names_it(death, name):
     assert name in death, f"it never ended; these did: {death}"
     seconds, result = death[name]
     assert isinstance(result, errors.WorkerDiedError), repr(result)
@@ -184,7 +185,7 @@ def test_the_error_says_where_and_why(death):
     assert error.cause
 
 
-def test_the_others_go_on_and_do_not_see_the_dead(death):
+def test_the_other_workers_go_on_and_do_not_list_the_dead_one(death):
     assert rpc.rpc_sync("alice", targets.whoami) == "alice"
     infos = rpc._get_current_rpc_agent().get_worker_infos()
     assert [info.name for info in infos if info.name == "victim"] == []
@@ -255,7 +256,7 @@ print("survived", flush=True)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_survivors_of_a_static_group_are_not_held_up(ray_cluster, start, script, how):
+def test_survivors_of_a_static_group_can_shut_down(ray_cluster, start, script, how):
     path = script(STATIC)
     port = {"kill": "29690", "raise": "29691"}[how]
     runs = [
@@ -273,7 +274,7 @@ def test_survivors_of_a_static_group_are_not_held_up(ray_cluster, start, script,
     assert all("survived" in run.output for run in runs[1:])
 
 
-# -- a program that does not say goodbye ----------------------------------------------------------
+# -- a program that ends without shutdown ---------------------------------------------------------
 
 ENDS = """
 import sys
@@ -286,7 +287,7 @@ sys.exit(int(sys.argv[1]))
 
 def test_programs_may_end_without_shutdown(ray_cluster, start, script):
     path = script(ENDS)
-    # threads that use Ray when it is gone make two of three end with 1, or a signal
+    # threads that use Ray after its shutdown make two of three end with 1, or a signal
     runs = [start(path, str(status)) for status in (0, 3, 0)]
     assert [run.end() for run in runs] == [0, 3, 0]
     said = [line for run in runs for line in run.output.splitlines() if "(raylet)" not in line]

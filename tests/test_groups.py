@@ -1,4 +1,4 @@
-"""Groups of attached processes: who may join, who learns of it, how they leave."""
+"""Groups of attached processes: joins, refusals, changes of membership, shutdown."""
 
 import contextlib
 import functools
@@ -83,7 +83,7 @@ class Puppet:
         return self.wait(self.start(code), timeout)
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """End the process as a crash would."""
         self.process.kill()
         self.process.wait(10)
         self._reader.join(5)
@@ -107,7 +107,9 @@ rayrpc.configure()
 
 
 @pytest.fixture(scope="module")
-def troupe(ray_cluster, tmp_path_factory) -> Iterator[tuple[Callable[[], Puppet], list[Puppet]]]:
+def puppet_pool(
+    ray_cluster, tmp_path_factory
+) -> Iterator[tuple[Callable[[], Puppet], list[Puppet]]]:
     script = tmp_path_factory.mktemp("puppets") / "puppet.py"
     script.write_text("import targets\ntargets.obey()\n")
     puppets: list[Puppet] = []
@@ -117,9 +119,9 @@ def troupe(ray_cluster, tmp_path_factory) -> Iterator[tuple[Callable[[], Puppet]
 
 
 @pytest.fixture
-def puppets(troupe) -> Iterator[list[Puppet]]:
+def puppets(puppet_pool) -> Iterator[list[Puppet]]:
     """Four attached processes that are in no group."""
-    start, puppets = troupe
+    start, puppets = puppet_pool
     for puppet in [p for p in puppets if p.process.poll() is not None]:
         puppet.kill()
         puppets.remove(puppet)
@@ -158,13 +160,18 @@ def all_do(puppets: list[Puppet], codes: list[str]) -> list[Any]:
     return results
 
 
+def find_directory(key: str) -> Any:
+    """Return the directory of the group with this key; ValueError if it does not run."""
+    name = f"rayrpc-directory:{key.removeprefix('tcp://')}"
+    return ray.get_actor(name, namespace=rpc.settings().namespace)
+
+
 def wait_joining(key: str) -> None:
     """Return when a join to the group with this key is pending."""
 
     def is_joining() -> bool:
-        name = f"rayrpc-directory:{key.removeprefix('tcp://')}"
         try:
-            directory = ray.get_actor(name, namespace=rpc.settings().namespace)
+            directory = find_directory(key)
         except ValueError:
             return False
         count = directory.__ray_call__.remote(lambda self: len(self._joins))
@@ -217,14 +224,13 @@ class TestStatic:
 
     def test_a_group_that_stays_incomplete_names_the_missing_ranks(self, puppets, key):
         patient, hasty = puppets[:2]
-        for puppet, seconds in ((patient, 6), (hasty, 2)):
+        for puppet, seconds in ((patient, 10), (hasty, 2)):
             puppet.do(f"import rayrpc\nrayrpc.configure(init_timeout={seconds})\n")
         waiting = patient.start(join("a", key, 0, 4))
         wait_joining(key)
-        start = time.monotonic()
+        # rank 0 still waits when rank 2 no longer does
         with pytest.raises(PuppetError, match=r"world_size 4, ranks \[1, 3\] are missing"):
             hasty.do(join("c", key, 2, 4))
-        assert 1.5 < time.monotonic() - start < 10
         with pytest.raises(PuppetError, match=r"world_size 4, ranks \[1, 2, 3\] are missing"):
             patient.wait(waiting)
 
@@ -256,7 +262,7 @@ class TestStatic:
         slow.do("rpc.shutdown()")
         fast.wait(leaving, 10)
 
-    def test_graceful_shutdown_with_a_timeout_names_who_is_missing(self, puppets, key):
+    def test_graceful_shutdown_with_a_timeout_names_the_missing_workers(self, puppets, key):
         all_do(puppets[:3], [join(f"w{rank}", key, rank, 3) for rank in range(3)])
         # the leader waits for the others: the first by name
         first, second = (
@@ -266,10 +272,10 @@ class TestStatic:
         with pytest.raises(PuppetError, match=r"Workers \['w2'\] did not come"):
             puppets[0].wait(first, 15)
         assert not puppets[0].do("rpc._is_current_rpc_agent_set()")
-        puppets[2].do("rpc.shutdown()", 15)  # and they are not held up by who gave up
+        puppets[2].do("rpc.shutdown()", 15)  # the others do not wait for the one that timed out
         puppets[1].wait(second, 15)
 
-    def test_one_that_shuts_down_ungracefully_waits_for_nobody(self, puppets, key):
+    def test_an_ungraceful_shutdown_does_not_wait(self, puppets, key):
         all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
         puppets[0].do("rpc.shutdown(graceful=False)", 10)
         puppets[1].do("rpc.shutdown()", 10)
@@ -281,13 +287,13 @@ class TestStatic:
         start = time.monotonic()
         codes = [join(f"w{rank}", key, rank, 2) for rank in range(2)]
         assert all_do(puppets[2:], codes) == [None, None]
-        assert time.monotonic() - start < 8
+        assert time.monotonic() - start < 20  # the timeout of init_rpc is 30 s
         assert puppets[2].do(WHO.format("w1")) == "w1"
         assert all_do(puppets[2:], ["rpc.shutdown()"] * 2) == [None] * 2
 
 
 class TestDynamic:
-    def test_members_come_and_go_and_all_see_it(self, puppets):
+    def test_members_join_and_leave_and_all_learn_of_it(self, puppets):
         a, b, c, _ = puppets
         key = f"ray://{next(ports)}"
         a.do(join("a", key))
@@ -301,10 +307,7 @@ class TestDynamic:
         b.do("rpc.shutdown()")
         assert a.do("rpc.rpc_sync('c', targets.whoami)") == "c"
         for puppet in (a, c):
-            end = time.monotonic() + 5
-            while names(puppet) != ["a", "c"] and time.monotonic() < end:
-                time.sleep(0.05)
-            assert sorted(names(puppet)) == ["a", "c"]
+            assert eventually(lambda puppet=puppet: sorted(names(puppet)) == ["a", "c"])
         with pytest.raises(PuppetError, match=r"WorkerDiedError: .*'b'.*left the group"):
             a.do(WHO.format("b"))
         b.do(join("b", key, rank=5))  # the same name and rank again
@@ -320,7 +323,7 @@ class TestDynamic:
             )
         assert puppets[0].do(WHO.format("b")) == "b"
 
-    def test_taken_names_and_ranks_are_refused_and_the_others_go_on(self, puppets):
+    def test_taken_names_and_ranks_are_refused_and_the_others_stay(self, puppets):
         key = f"ray://{next(ports)}"
         puppets[0].do(join("a", key, rank=3))
         with pytest.raises(PuppetError, match="RPC worker name a is not unique"):
@@ -332,11 +335,22 @@ class TestDynamic:
 
     def test_a_group_whose_members_all_died_at_once_is_remembered_for_a_while(self, puppets, key):
         all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
+        directory = find_directory(key)
+
+        def linger(self):
+            from rayrpc._transports.ray import directory
+
+            directory.LINGER_AFTER_DEATH_SECONDS = 100.0
+
+        ray.get(directory.__ray_call__.remote(linger), timeout=20)
         for puppet in puppets[:2]:
             puppet.process.send_signal(signal.SIGKILL)
+        is_empty = directory.__ray_call__.remote
+        assert eventually(lambda: ray.get(is_empty(lambda self: self._group.is_empty), timeout=20))
         time.sleep(2)  # longer than after an end without deaths
         with pytest.raises(PuppetError, match="mixes statically and dynamically"):
             puppets[2].do(join("late", key, rank=2))
+        ray.kill(directory)
 
     def test_static_and_dynamic_do_not_mix(self, puppets, key):
         mixed = "mixes statically and dynamically initialized members"
@@ -354,7 +368,7 @@ class TestDynamic:
         with pytest.raises(PuppetError, match=mixed):
             puppets[2].do(join("c", key, rank=2))
 
-    def test_shutdown_waits_for_nobody(self, puppets):
+    def test_shutdown_does_not_wait_for_the_others(self, puppets):
         key = f"ray://{next(ports)}"
         for puppet, name in zip(puppets[:2], "ab", strict=False):
             puppet.do(join(name, key))
