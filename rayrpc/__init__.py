@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         get_rpc_timeout,
         get_worker_info,
         init_rpc,
-        lazy,
         remote,
         rpc_async,
         rpc_sync,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
+    from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -77,7 +77,6 @@ _HOMES = {
         "get_rpc_timeout",
         "get_worker_info",
         "init_rpc",
-        "lazy",
         "remote",
         "rpc_async",
         "rpc_sync",
@@ -89,6 +88,7 @@ _HOMES = {
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
+    "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
 }

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.futures import Future
 
-from rayrpc import backend_registry, config, internal
+from rayrpc import config, internal
 from rayrpc._autograd.leader import run_backward
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
@@ -26,6 +26,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.all_gather import (
     AllGatherStates,
     Calls,
+    _all_gather_dict_lock,
     _all_gather_sequence_id,
     _all_gather_sequence_id_to_states,
     _broadcast_to_followers,
@@ -36,16 +37,12 @@ from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.user_api import ModuleApi
-from rayrpc.errors import NotInitializedError, RpcError
+from rayrpc.errors import NotInitializedError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import _internal_rpc_pickler
-from rayrpc.options import (
-    DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
-    RpcBackendOptions,
-)
+from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rayrpc.rref import PyRRef, RRef
-from rayrpc.startup import choose_backend, make_agent
+from rayrpc.startup import choose_backend, open_backend
 
 __all__ = [
     "AllGatherStates",
@@ -55,7 +52,6 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
-    "lazy",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -140,15 +136,8 @@ def init_rpc(
 
     Source: ``torch.distributed.rpc.init_rpc``.
     """
-    if backend is not None and not isinstance(backend, backend_registry.BackendType):
-        raise TypeError("Argument backend must be a member of BackendType")
-    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
-        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     backend, rpc_backend_options = choose_backend(backend, rpc_backend_options, config.settings())
-    store = None
-    if not backend_registry.is_ours(backend):
-        store = backend_registry.make_store(rpc_backend_options, rank, world_size)
-    _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
+    _init_rpc_backend(backend, None, name, rank, world_size, rpc_backend_options)
 
 
 def _init_rpc_backend(
@@ -160,34 +149,19 @@ def _init_rpc_backend(
     rpc_backend_options: Any = None,
 ) -> None:
     """Make the agent; ``store`` is for backends of other libraries."""
-    if not isinstance(name, str):
-        raise TypeError(f"Argument name must be a str, got {type(name).__name__}")
-    for argument, value in (("rank", rank), ("world_size", world_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
-    if _is_current_rpc_agent_set():
-        raise RpcError("RPC is already initialized")
-    agent: Any
-    if backend is None or backend_registry.is_ours(backend):
-        settings = config.settings()
-        agent = make_agent(name, rank, world_size, rpc_backend_options, settings, user_api)
-    else:
-        agent = backend_registry.init_backend(
-            backend,
-            store=store,
-            name=name,
-            rank=rank,
-            world_size=world_size,
-            rpc_backend_options=rpc_backend_options,
-        )
+    options = rpc_backend_options
+    agent = open_backend(
+        backend, store, name, rank, world_size, options, config.settings(), user_api
+    )
     _init_rpc_states(agent)
 
 
 def _init_rpc_states(agent: Any) -> None:
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
-    _all_gather_sequence_id.clear()
-    _all_gather_sequence_id_to_states.clear()
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id.clear()
+        _all_gather_sequence_id_to_states.clear()
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
@@ -231,7 +205,6 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 agent.drain(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
     finally:
-        # after an error too
         try:
             _destroy_rref_context(_ignore_rref_leak)
         finally:
@@ -240,25 +213,15 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
-    if not _get_current_rpc_agent().rrefs.delete_all(timeout):
-        logger.warning(
-            "owners of RRefs did not acknowledge their deletion in %s s, and keep the values",
-            timeout,
-        )
+    _get_current_rpc_agent().rrefs.delete_all(timeout)
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
-    leaks = _get_current_rpc_agent().rrefs.leaks()
-    if leaks and not ignore_leak:
-        raise RpcError(
-            "\n".join(leaks)
-            + "\nLeaking RRefs: delete all references to RRefs, on all workers, before shutdown, "
-            "or set torch.distributed.rpc.api._ignore_rref_leak to True."
-        )
+    if not ignore_leak:
+        _get_current_rpc_agent().rrefs.check_leaks()
 
 
 # -- calls --------------------------------------------------------------------------------------
-
 
 user_api = ModuleApi(sys.modules[__name__], LazyRemote, run_backward)
 
@@ -268,10 +231,7 @@ def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation
         raise TypeError("function should be callable.")
     if _default_pickler is _internal_rpc_pickler:
         return Invocation(func, args or (), kwargs or {})
-    data, tensors = _default_pickler.serialize(internal.PythonUDF(func, args or (), kwargs or {}))
-    is_async = hasattr(func, "_wrapped_async_rpc_function")
-    run = internal.run_pickled_async if is_async else internal.run_pickled
-    return Invocation(run, (data, tensors))
+    return internal.pickled_invocation(_default_pickler, func, args or (), kwargs or {})
 
 
 @overload
@@ -380,33 +340,6 @@ def remote(
     return rref
 
 
-def lazy(
-    to: To,
-    func: Function[T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> LazyRemote[T]:
-    """Run a function on a worker, and return an ``Await`` of its result.
-
-    The function starts at once.  Its result stays at the worker until it is first used, and is
-    sent to other workers as a reference.
-
-    Args:
-        to, func, args, kwargs: as for ``rpc_sync``.
-        timeout (float): of the function, and of the fetch of its result, in seconds; 0: none; not
-            given: the default.
-
-    Returns:
-        ``LazyRemote``: errors of the call are raised where it is used.
-
-    Raises:
-        SerializationError: an argument cannot be sent.
-    """
-    rref: RRef[T] = remote(to, func, args, kwargs, timeout)
-    return LazyRemote(rref, timeout)
-
-
 @contextmanager
 def _wait_all() -> Iterator[None]:
     """Wait at the end of this context for the calls made by ``rpc_async`` in it."""
@@ -507,11 +440,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all living workers call this.
-
-    Raises:
-        RuntimeError: a worker did not call this in time; the message names it.
-    """
+    """Wait until all living workers call this; RuntimeError if one does not in time."""
     try:
         _gather(None, set(_ALL_WORKER_NAMES), timeout, survivors=True)
     except RuntimeError:

@@ -120,7 +120,7 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
     # what torch has not
     (RPC, "as_completed", "rayrpc.futures", "as_completed"),
-    (RPC, "lazy", "rayrpc._jit.awaitable", "lazy"),
+    (RPC, "lazy", "rayrpc.jit", "lazy"),
 ]
 
 _MISSING = object()

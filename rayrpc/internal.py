@@ -13,6 +13,7 @@ import torch
 
 from rayrpc._observe.profiler import profiling_key
 from rayrpc._runtime import current
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._runtime.serialization.codec import add_reducer, dump_tables, load_tables
 from rayrpc._runtime.serialization.remote_errors import RemoteException
@@ -91,6 +92,13 @@ def run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 
 run_pickled_async = async_execution(run_pickled)
 run_pickled_async.__name__ = run_pickled_async.__qualname__ = "run_pickled_async"
+
+
+def pickled_invocation(pickler: Any, func: Any, args: Any, kwargs: Any) -> Invocation:
+    """Return the call of ``run_pickled`` that stands for a call pickled by a user's pickler."""
+    data, tensors = pickler.serialize(PythonUDF(func, args, kwargs))
+    is_async = hasattr(func, "_wrapped_async_rpc_function")
+    return Invocation(run_pickled_async if is_async else run_pickled, (data, tensors))
 
 
 def _build_rpc_profiling_key(

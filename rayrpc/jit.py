@@ -10,29 +10,64 @@ Torch runs a task of ``fork`` in place, outside of TorchScript; here it runs on 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
+from rayrpc import api
 from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
+from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start
+from rayrpc.options import UNSET_RPC_TIMEOUT
+from rayrpc.rref import RRef
 
 __all__ = [
     "Await",
     "Future",
+    "LazyRemote",
     "awaitable",
     "awaitable_nowait",
     "awaitable_wait",
     "fork",
+    "lazy",
     "script",
     "wait",
 ]
 
+T = TypeVar("T")
+
 _jit: Any = torch.jit
 _torchs_wait = _jit.wait
 _torchs_script = _jit.script
+
+
+def lazy(
+    to: api.To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> LazyRemote[T]:
+    """Run a function on a worker, and return an ``Await`` of its result.
+
+    The function starts at once.  Its result stays at the worker until it is first used, and is
+    sent to other workers as a reference.
+
+    Args:
+        to, func, args, kwargs: as for ``rpc_sync``.
+        timeout (float): of the function, and of the fetch of its result, in seconds; 0: none; not
+            given: the default.
+
+    Returns:
+        ``LazyRemote``: errors of the call are raised where it is used.
+
+    Raises:
+        SerializationError: an argument cannot be sent.
+    """
+    rref: RRef[T] = api.remote(to, func, args, kwargs, timeout)
+    return LazyRemote(rref, timeout)
 
 
 def fork(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,16 +15,18 @@ from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.rendezvous import find_place
+from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._transports import open_transport
 from rayrpc.config import Settings
+from rayrpc.errors import RpcError
 from rayrpc.futures import make_awaitable
-from rayrpc.options import TensorPipeRpcBackendOptions, validate_device_maps
+from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, validate_device_maps
 
-__all__ = ["choose_backend", "default_options", "make_agent"]
+__all__ = ["choose_backend", "default_options", "make_agent", "open_backend"]
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -41,7 +43,14 @@ def choose_backend(backend: Any, options: Any, settings: Settings) -> tuple[Any,
         backend (BackendType | None): None: by the options, else TENSORPIPE, which is rayrpc.
         options (RpcBackendOptions | None): None: the backend's defaults.
         settings: has rayrpc's defaults.
+
+    Raises:
+        TypeError: the backend or the options are none.
     """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
     if backend is None and options is not None:
         backend = backend_registry.infer_backend(options)
     if backend is None:
@@ -52,6 +61,47 @@ def choose_backend(backend: Any, options: Any, settings: Settings) -> tuple[Any,
         else:
             options = backend_registry.construct_rpc_backend_options(backend)
     return backend, options
+
+
+def open_backend(
+    backend: Any,
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: Any,
+    settings: Settings,
+    user_api: UserApi,
+) -> Any:
+    """Return the agent of a backend: rayrpc's, or another library's.
+
+    Args:
+        store (Store | None): for backends of other libraries; None: one is made.
+        backend, name, rank, world_size, options, settings, user_api: as for ``make_agent``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        RuntimeError: this process has an agent.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"Argument name must be a str, got {type(name).__name__}")
+    for argument, value in (("rank", rank), ("world_size", world_size)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
+    if current.is_set():
+        raise RpcError("RPC is already initialized")
+    if backend is None or backend_registry.is_ours(backend):
+        return make_agent(name, rank, world_size, options, settings, user_api)
+    if store is None:
+        store = backend_registry.make_store(options, rank, world_size)
+    return backend_registry.init_backend(
+        backend,
+        store=store,
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        rpc_backend_options=options,
+    )
 
 
 def make_agent(

@@ -8,6 +8,7 @@ the thread ``rayrpc-rrefs`` reads.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -21,8 +22,11 @@ from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import Control, Fork
 from rayrpc._protocol.rref_table import Confirmed, Effect, RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc.errors import RpcError
 
 __all__ = ["Handle", "MakeHandle", "RRefContext"]
+
+logger = logging.getLogger(__name__)
 
 # A deletion waits this long for others, so that a program that drops many sends few messages.
 BATCH_SECONDS = 0.002
@@ -289,12 +293,21 @@ class RRefContext:
             if done:
                 return True
             if time.monotonic() > end:
+                logger.warning(
+                    "owners of RRefs did not acknowledge their deletion in %s s, and keep the "
+                    "values",
+                    timeout,
+                )
                 return False
             self.flush()
             time.sleep(DELETE_POLL_SECONDS)
 
-    def leaks(self) -> list[str]:
-        """Return the RRefs that are alive: owned ones with forks, and forks held here."""
+    def check_leaks(self) -> None:
+        """Raise if RRefs are alive: owned ones with forks, or forks held here.
+
+        Raises:
+            RuntimeError: with the list of them.
+        """
         with self._lock:
             owned = [
                 f"Leaking RRef {rref_id} with {len(entry.forks)} forks"
@@ -304,7 +317,12 @@ class RRefContext:
                 f"Leaking RRef {entry.rref_id} with fork Id {fork_id}"
                 for fork_id, entry in self._table.used.items()
             ]
-        return owned + used
+        if owned or used:
+            raise RpcError(
+                "\n".join([*owned, *used])
+                + "\nLeaking RRefs: delete all references to RRefs, on all workers, before "
+                "shutdown, or set torch.distributed.rpc.api._ignore_rref_leak to True."
+            )
 
     def debug_info(self) -> dict[str, str]:
         """Return torch's counters."""
