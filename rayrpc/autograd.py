@@ -24,9 +24,10 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 
 
 class context:
-    """Open a context for forward and backward passes; as a ``with`` statement, give its id.
+    """Open a context for forward and backward passes; a ``with`` statement binds its id, an int.
 
-    Every worker that is called in it has a part of it, and lets go of that when it ends.
+    Calls made in it, and calls that these make, belong to it; so each worker that they reach has
+    the context, too. Its end releases it on all of them.
 
     Raises:
         RuntimeError: RPC is not initialized, or this thread is in a context already.
@@ -48,20 +49,26 @@ class context:
 
 
 def is_available() -> bool:
-    """Tell whether distributed autograd can be used: always."""
+    """Tell whether distributed autograd can be used.
+
+    Returns:
+        True.
+
+    Source: ``torch.distributed.autograd.is_available``.
+    """
     return True
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute gradients of the sum of ``roots`` on all workers that took part in making them.
 
-    They are added to those that the context has.  What was sent or received in the context but
-    does not contribute to the roots takes no part.  Tensor hooks see whole gradients of leaves;
-    those of tensors inside the graph may see them in parts where a worker is passed several times.
+    They are added to those that the context has; see ``get_gradients``. Messages of the context
+    that do not contribute to the roots take no part. Hooks of leaves get whole gradients; hooks of
+    tensors inside the graph may get them in parts where a pass reaches a worker several times.
 
     Args:
-        context_id (int): of a context.
-        roots (list[torch.Tensor]): scalars with a ``grad_fn``.
+        context_id (int): of a context; see ``context``.
+        roots (list[torch.Tensor]): tensors of one element, with a ``grad_fn``.
         retain_graph (bool): keep the graph for another pass.
 
     Raises:
@@ -82,20 +89,25 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients that passes in a context left on this worker, by leaf.
+    """Return the gradients of this worker's leaves that the passes of a context computed so far.
 
     Args:
         context_id (int): of a context.
 
+    Returns:
+        The sum over the passes by leaf, each of its leaf's shape. A leaf without a gradient is
+        missing.
+
     Raises:
         RuntimeError: there is no such context.
+        Exception: gradients could not be added up, such as for lack of memory.
 
     Source: ``torch.distributed.autograd.get_gradients``.
     """
     return find_context(context_id).gradients()
 
 
-# -- names of torch's that its tests and libraries use -----------------------------------------
+# -- torch's private names, which its tests and libraries use -----------------------------------
 
 
 def _init(worker_id: int) -> None:
@@ -115,7 +127,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 
 def _current_context() -> DistAutogradContext:
-    return contexts().here()
+    return contexts().current()
 
 
 def _is_valid_context(context_id: int) -> None:

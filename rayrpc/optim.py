@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rayrpc import api
-from rayrpc._autograd.hook import contexts, find_context, start_outside
+from rayrpc._autograd.hook import contexts, find_context, start_without_context
 from rayrpc.errors import RpcError
 from rayrpc.rref import RRef
 
@@ -67,7 +67,7 @@ class DistributedOptimizer:
             if each.is_owner()
         ]
         there = [
-            start_outside(each.owner().id, _step, (each, context_id), timeout)
+            start_without_context(each.owner().id, _step, (each, context_id), timeout)
             for each in self.remote_optimizers
             if not each.is_owner()
         ]

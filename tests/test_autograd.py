@@ -1,4 +1,4 @@
-"""Backward passes over real workers: contexts, gradients, errors, and what is left after_reply."""
+"""Backward passes over real workers: contexts, gradients, errors, and what is left after."""
 
 import gc
 import os
@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import rayrpc as rpc
 from rayrpc import autograd
-from rayrpc._autograd import hook as grad_hook
-from rayrpc._autograd import participant
+from rayrpc._autograd import hook, participant
 
 
 def contexts_at(*names):
@@ -403,8 +402,8 @@ def fail_later(x):
 
 
 def begin_after_the_end(context_id):
-    context = grad_hook.find_context(context_id)
-    participant.give_up(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
+    context = hook.find_context(context_id)
+    participant.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
     part = participant.begin_part(context_id, 99, list(context.sends), False, 0, {})
     with pytest.raises(RuntimeError, match="failed elsewhere"):
         part.wait()

@@ -1,144 +1,96 @@
-"""What one worker has of a context of distributed autograd."""
+"""One worker's share of a context of distributed autograd.
+
+It holds the send and receive functions of the context's messages, the gradients that passes left
+for leaves of this worker, and the passes under way.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-from rayrpc._autograd.accumulate import Leaves
+from rayrpc._autograd.accumulate import LeafGradients
 from rayrpc._autograd.functions import Recorder, SendFunction, is_receive
 from rayrpc._autograd.graph import Entry
 from rayrpc._concurrency.reader import after_reply
-from rayrpc.errors import RpcError
+from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["DistAutogradContext", "Sent"]
+__all__ = ["DistAutogradContext", "Gradients", "MessageKey", "PassPart"]
 
-# A reply tells what it leads to, and these in turn, for so many messages at most.
-MOST_LEADS = 64
+# A reply carries the dependencies of its message, and theirs in turn, for so many messages at most.
+MAX_DEPENDENCIES = 64
 
-#: a message: id of its sender, and its own
-Sent = tuple[int, int]
+#: names a message: the id of its sender, and its own
+MessageKey = tuple[int, int]
+
+#: gradients of the tensors of messages, None for a tensor that was not used, by message
+Gradients = dict[int, Sequence[torch.Tensor | None]]
+
+
+class PassPart(Protocol):
+    """This worker's part of a backward pass, as far as its context needs it."""
+
+    def process_request(self, gradients: Gradients, source: int) -> Any:
+        """Add gradients that a worker sent; return the reply or a Future of it."""
+
+    def fail(self, error: BaseException) -> bool:
+        """End the part with an error, unless it has ended."""
+
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
+        """Handle the death of a worker."""
 
 
 class DistAutogradContext:
-    """What one worker has of a context.
+    """One worker's share of a context.
 
     Args:
-        context_id (int): names it.
+        context_id (int): the context's id.
 
     Source: ``torch.distributed.autograd.DistAutogradContext``.
     """
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
-        self.lock = threading.Lock()
         #: of messages that were sent and received, by the message's id
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Any] = {}
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # by leaf
-        self._taken: list[Leaves] = []  # that will be added to these
-        self._adding = threading.Lock()
-        self._error: Exception | None = None
-        #: workers that were called in it, and that called
-        self.known: set[int] = set()
+        #: workers that were called in it from here
+        self.known_workers: set[int] = set()
+        #: workers that called this one in it
         self.callers: set[int] = set()
-        #: backward passes under way, by their id
-        self.passes: dict[int, Any] = {}
-        self._early: dict[int, dict[int, Any]] = {}  # gradients for passes that did not begin yet
-        #: why passes were called off, which may be before they begin here
-        self.called_off: dict[int, RpcError] = {}
+        #: parts of backward passes under way, by the pass's id
+        self.passes: dict[int, PassPart] = {}
+        #: why passes were aborted, by their id; an abort may overtake the start of a part
+        self.aborted: dict[int, RpcError] = {}
+        #: the messages that other workers' messages depend on, as far as is known
+        self.dependencies: dict[MessageKey, list[MessageKey]] = {}
+        self._lock = threading.Lock()
         self._entries: dict[int, Entry] = {}
-        #: the messages that others' messages lead to, at their senders, as far as is known
-        self.leads: dict[Sent, list[Sent]] = {}
+        self._early: dict[int, Gradients] = {}  # for passes that have yet to start here
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # by leaf
+        self._pending: list[LeafGradients] = []  # to be added to these
+        self._accumulation = threading.Lock()
+        self._error: Exception | None = None  # of an accumulation after the reply
 
-    def note_sent(self, recorder: Recorder, to: int) -> bool:
-        """Note that a message is encoded; tell whether it takes tensors along that are joined."""
+    # -- messages ---------------------------------------------------------------------------------
+
+    def add_send_function(self, recorder: Recorder, to: int) -> bool:
+        """Make the send function of an encoded message; return False if it has no tensors."""
         if recorder.edges:
             self.sends[recorder.message_id] = SendFunction(recorder.edges, to)
         return bool(recorder.edges)
 
-    @staticmethod
-    def leads_of(entry: Entry) -> list[Sent]:
-        """Return the messages that gradients go back along from an entry."""
-        return [(node.sender, node.message_id) for node in entry.exits]
-
-    def all_leads(self, me: int, message_id: int) -> dict[Sent, list[Sent]]:
-        """Return what a message of this worker leads to, and these in turn, as far as is known."""
-        if not self.receives:  # there is nothing yet that it could lead to
-            after_reply(lambda: self._prepare(message_id))
-            return {(me, message_id): []}
-        found: dict[Sent, list[Sent]] = {}
-        todo = [(me, message_id)]
-        while todo and len(found) < MOST_LEADS:
-            sent = todo.pop()
-            if sent in found:
-                continue
-            worker, number = sent
-            if worker == me:
-                leads: list[Sent] | None = self.leads_of(self.entry(number))
-            else:
-                leads = self.leads.get(sent)
-            if leads is not None:
-                found[sent] = leads
-                todo += leads
-        return found
-
-    def take(self, leaves: Leaves) -> None:
-        """Take the gradients of a pass; unless anybody sees it, add them up after the answer."""
-        if leaves.by_node:
-            leaves.settle(self._gradients, self.lock)
-        elif leaves.gradients:
-            self._taken.append(leaves)
-            after_reply(self._add_up)
-
-    def _add_up(self) -> None:
-        with self._adding:
-            try:
-                while self._taken:
-                    self._taken.pop(0).settle(self._gradients, self.lock)
-            except Exception as exc:  # as when there is no memory
-                self._error = exc
-
-    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return the gradients so far, by leaf.
-
-        Raises:
-            Exception: they could not be added up.
-        """
-        self._add_up()
-        if self._error is not None:
-            raise self._error
-        with self.lock:
-            return dict(self._gradients)
-
-    def begin(self, pass_id: int, run: Any) -> dict[int, Any]:
-        """Note that a pass begins here; return the gradients that came before."""
-        with self.lock:
-            self.passes[pass_id] = run
-            return self._early.pop(pass_id, {})
-
-    def arrive(self, pass_id: int, gradients: dict[int, Any]) -> Any:
-        """Return the pass that gradients are for; None: they are kept until it begins."""
-        with self.lock:
-            run = self.passes.get(pass_id)
-            if run is None:
-                self._early.setdefault(pass_id, {}).update(gradients)
-            return run
-
     def entry(self, message_id: int) -> Entry:
-        """Return where the gradients of a message that was sent come in."""
+        """Return the entry of a sent message's gradients into this worker's graph."""
         entry = self._entries.get(message_id)
         if entry is None:
             node = self.sends[message_id]
             entry = self._entries[message_id] = Entry(node.next_functions, self.is_exit)
         return entry
-
-    def _prepare(self, message_id: int) -> None:
-        with contextlib.suppress(RpcError):  # whoever asks is told
-            self.entry(message_id)
 
     def is_exit(self, node: Any) -> bool:
         """Tell whether a node is a receive function of this context.
@@ -155,7 +107,83 @@ class DistAutogradContext:
             )
         return True
 
-    # torch's names
+    @staticmethod
+    def dependencies_of(entry: Entry) -> list[MessageKey]:
+        """Return the messages that gradients from an entry leave along."""
+        return [(node.sender, node.message_id) for node in entry.exits]
+
+    def all_dependencies(self, me: int, message_id: int) -> dict[MessageKey, list[MessageKey]]:
+        """Return the dependencies of a message of this worker, and theirs, as far as is known."""
+        if not self.receives:  # the message can depend on none
+            after_reply(lambda: self._prepare_entry(message_id))
+            return {(me, message_id): []}
+        found: dict[MessageKey, list[MessageKey]] = {}
+        todo = [(me, message_id)]
+        while todo and len(found) < MAX_DEPENDENCIES:
+            key = todo.pop()
+            if key in found:
+                continue
+            worker, number = key
+            if worker == me:
+                direct: list[MessageKey] | None = self.dependencies_of(self.entry(number))
+            else:
+                direct = self.dependencies.get(key)
+            if direct is not None:
+                found[key] = direct
+                todo += direct
+        return found
+
+    def _prepare_entry(self, message_id: int) -> None:
+        with contextlib.suppress(RpcError):  # raised again in the pass that needs the entry
+            self.entry(message_id)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def add_gradients(self, leaves: LeafGradients) -> None:
+        """Add the gradients of a pass; after the reply, unless hooks may observe it."""
+        if leaves.hooked:
+            leaves.accumulate_into(self._gradients, self._lock)
+        elif leaves.gradients:
+            self._pending.append(leaves)
+            after_reply(self._add_pending)
+
+    def _add_pending(self) -> None:
+        with self._accumulation:
+            try:
+                while self._pending:
+                    self._pending.pop(0).accumulate_into(self._gradients, self._lock)
+            except Exception as exc:  # such as out of memory
+                self._error = exc
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients so far, by leaf.
+
+        Raises:
+            Exception: they could not be added up.
+        """
+        self._add_pending()
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            return dict(self._gradients)
+
+    # -- passes -----------------------------------------------------------------------------------
+
+    def add_pass(self, pass_id: int, part: PassPart) -> Gradients:
+        """Register this worker's part of a pass; return the gradients that overtook its start."""
+        with self._lock:
+            self.passes[pass_id] = part
+            return self._early.pop(pass_id, {})
+
+    def find_pass(self, pass_id: int, gradients: Gradients) -> PassPart | None:
+        """Return the part that gradients are for; if there is none, keep them for its start."""
+        with self._lock:
+            part = self.passes.get(pass_id)
+            if part is None:
+                self._early.setdefault(pass_id, {}).update(gradients)
+            return part
+
+    # -- torch's names ----------------------------------------------------------------------------
 
     def _context_id(self) -> int:
         return self.id
@@ -167,4 +195,4 @@ class DistAutogradContext:
         return dict(self.receives)
 
     def _known_worker_ids(self) -> set[int]:
-        return set(self.known)
+        return set(self.known_workers)

@@ -1,37 +1,32 @@
 """Where a call leaves and enters torch's graph: a send and a receive function for each message.
 
-A tensor that requires grad leaves its pickle by ``reduce_joined``, while a message of a context is
-being encoded; at the receiver it becomes an output of the message's receive function.
+While a message of a context is encoded, a ``Recorder`` collects an edge to each of its tensors
+that require grad; the message's send function is made of these. At the receiver the tensors become
+outputs of the message's receive function.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = [
-    "Recorder",
-    "SendFunction",
-    "begin_message",
-    "is_receive",
-    "receive",
-    "reduce_joined",
-    "reduce_parameter",
-]
+from rayrpc._runtime.serialization.recording import TensorRecorder, swap_recorder
+
+__all__ = ["Recorder", "SendFunction", "attach_received", "is_receive"]
 
 
 class SendFunction:
-    """Where the gradients of a message that was sent come in.
+    """Where the gradients of a sent message come in.
 
-    It looks like a node of torch's graph, but is none: torch's engine starts beyond it.
+    It has the attributes of a node of torch's graph, but is none: torch's engine starts at its
+    edges.
 
     Args:
-        edges (list[GradientEdge]): to each tensor that was sent.
-        to (int): id of the worker that it was sent to.
+        edges (list[GradientEdge]): one to each of the message's tensors.
+        to (int): id of the worker that the message was sent to.
     """
 
     def __init__(self, edges: list[GradientEdge], to: int) -> None:
@@ -45,78 +40,55 @@ class SendFunction:
 
 
 class Recorder:
-    """Note the tensors of one message that this thread encodes in the context of the recorder.
+    """Record the tensors of the message that this thread encodes while it is in this context.
 
     Args:
         message_id (int): of the message.
-        parameters (bool): parameters take part; else they are sent as leaves, as torch does it
-            with those that an object of the user's holds.
+        parameters (bool): record parameters; else they are sent as leaves, as torch does with
+            those that a user's object holds.
     """
 
     def __init__(self, message_id: int, parameters: bool) -> None:
         self.message_id = message_id
         self.parameters = parameters
+        #: one to each recorded tensor
         self.edges: list[GradientEdge] = []
 
     def __enter__(self) -> Recorder:
-        self._outer = _here.recorder
-        _here.recorder = self
+        self._outer: TensorRecorder | None = swap_recorder(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _here.recorder = self._outer
+        swap_recorder(self._outer)
 
-    def join(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
-        """Return the reduction of a tensor that is to be joined, made from that of its values."""
+    def restart(self) -> None:
+        """Drop the edges: the message is encoded again."""
+        self.edges.clear()
+
+    def record(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
+        """Record a tensor, and return its reduction, made from that of its values."""
         self.edges.append(_edge_to(tensor))
-        return _rebuild_joined, (self.message_id, rebuild, args)
+        return _rebuild_recorded, (self.message_id, rebuild, args)
 
 
-class _Here(threading.local):
-    recorder: Recorder | None = None
-    arrived: dict[int, list[torch.Tensor]]
+class _ThreadState(threading.local):
+    received: dict[int, list[torch.Tensor]]  # by message, until ``attach_received``
 
     def __init__(self) -> None:
-        self.arrived = {}
+        self.received = {}
 
 
-_here = _Here()
+_thread = _ThreadState()
 
 
-def begin_message() -> None:
-    """Note that encoding begins, maybe once more."""
-    if _here.recorder is not None:
-        _here.recorder.edges.clear()
-
-
-def reduce_joined(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], Any]) -> Any:
-    """Return the reduction of a tensor that requires grad, if it is to be joined; else None."""
-    recorder = _here.recorder
-    if recorder is None:
-        return None
-    return recorder.join(tensor, *reduce(tensor.detach())[:2])
-
-
-def reduce_parameter(parameter: Any) -> Any:
-    """Return the reduction of a parameter; see ``Recorder``."""
-    recorder = _here.recorder
-    if recorder is not None and recorder.parameters and parameter.requires_grad:
-        return recorder.join(parameter, _itself, (parameter.detach(),))
-    return parameter.__reduce_ex__(5)
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _rebuild_joined(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
+def _rebuild_recorded(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
     tensor: torch.Tensor = rebuild(*args).detach()  # no view, so that it can be changed in place
-    _here.arrived.setdefault(message_id, []).append(tensor)
+    _thread.received.setdefault(message_id, []).append(tensor)
     return tensor
 
 
-class _Touch(torch.autograd.Function):
-    """Have an edge to a tensor of any layout."""
+class _EdgeOnly(torch.autograd.Function):
+    """Have an edge to a tensor of any layout; never run."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,15 +102,15 @@ class _Touch(torch.autograd.Function):
 def _edge_to(tensor: torch.Tensor) -> GradientEdge:
     if tensor.layout is torch.strided:
         return get_gradient_edge(tensor)
-    touch: Any = _Touch  # torch takes a view of the tensor, which a sparse one has not
+    function: Any = _EdgeOnly  # torch takes a view of the tensor, which a sparse one has not
     with torch.enable_grad():
-        owner = touch.apply(tensor).grad_fn
+        owner = function.apply(tensor).grad_fn
     ((node, number),) = owner.next_functions
     return GradientEdge(node, number, owner)
 
 
 class _Receive(torch.autograd.Function):
-    """Have all tensors that a message brought as outputs; gradients leave here."""
+    """Have all tensors of a received message as outputs; gradients leave here."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
@@ -152,7 +124,7 @@ class _Receive(torch.autograd.Function):
         )
 
 
-# a node's name, by which programs know it, is made of its class's
+# a node's name, by which programs find it, is made of its class's
 _receive_function: Any = type("torch::distributed::autograd::RecvRpc", (_Receive,), {})
 _ReceiveNode: type = _receive_function._backward_cls
 # without what Function.apply does for functorch, which takes longer than all the rest
@@ -160,21 +132,24 @@ _apply: Any = super(torch.autograd.Function, _receive_function).apply
 _anchor = torch.empty(0, requires_grad=True)  # torch makes a node only of what requires grad
 
 
-def receive(message_id: int) -> Any:
-    """Join what a message brought to a receive function, and return that; None: it brought none.
+def attach_received(message_id: int) -> Any:
+    """Make the recorded tensors of a message outputs of a receive function.
 
     Call it in the thread that has decoded the message, right after that.
+
+    Returns:
+        The receive function's node; None if the message had no recorded tensors.
     """
-    tensors = _here.arrived.pop(message_id, None)
-    _here.arrived.clear()  # of messages that could not be decoded
+    tensors = _thread.received.pop(message_id, None)
+    _thread.received.clear()  # of messages that could not be decoded
     if not tensors:
         return None
     if torch.is_grad_enabled():
-        joined = _apply(_anchor, tensors)
+        outputs = _apply(_anchor, tensors)
     else:
         with torch.enable_grad():
-            joined = _apply(_anchor, tensors)
-    node = joined[0].grad_fn
+            outputs = _apply(_anchor, tensors)
+    node = outputs[0].grad_fn
     node.message_id = message_id
     node.count = len(tensors)
     return node

@@ -1,40 +1,70 @@
-"""The part of the worker that leads a backward pass; see ``grad_passes``."""
+"""The part of the worker that leads a backward pass; see ``participant.py`` for the pass.
+
+What the leader knows of each other worker's part:
+
+    UNSTARTED ──begin_part──> PENDING ──reply──> NEEDS_GRADIENTS ──gradients──> PENDING
+                              PENDING ──reply──> ENDED
+
+The thread that called ``backward`` sends its calls in batches and waits for the reply to the last
+of each itself, which saves waking another thread.  How it treats the calls that it makes:
+
+    QUEUEING ──batch is sent──> AWAITING ──reply──> QUEUEING
+    QUEUEING ──no call is queued, or the pass has ended──> DIRECT
+
+In QUEUEING and AWAITING they are queued for the next batch, in DIRECT they are sent at once; calls
+of other threads always are.  A thread in AWAITING may be the reader of its connection and run the
+callback of another reply.  Calls that this callback makes stay queued until the awaited reply is
+there: a pass in which that reply depends on one of them hangs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from rayrpc._autograd.context import DistAutogradContext
-from rayrpc._autograd.explore import explore_all
-from rayrpc._autograd.graph import Entry
-from rayrpc._autograd.hook import call_outside, contexts, find_context, start_outside
+from rayrpc._autograd.context import DistAutogradContext, Gradients
+from rayrpc._autograd.explore import explore
+from rayrpc._autograd.graph import ROOTS, Entry
+from rayrpc._autograd.hook import (
+    call_without_context,
+    contexts,
+    find_context,
+    start_without_context,
+)
 from rayrpc._autograd.participant import (
-    Gradients,
-    Pass,
+    DONE,
+    ENDED,
+    FAILED,
+    NEEDS_GRADIENTS,
+    PENDING,
+    Participant,
+    Reply,
+    abort_part,
     begin_part,
-    give_up,
 )
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["run_backward"]
+__all__ = ["Leader", "run_backward"]
 
-ROOTS = -1  # known by this, beside the ids of messages
+UNSTARTED = -1  # beside the statuses of a reply
+QUEUEING, AWAITING, DIRECT = range(3)
 
 
-class LedPass(Pass):
+class Leader(Participant):
     """The part of the worker that leads a pass, and waits for the others.
 
+    Make it in the thread that waits.
+
     Args:
-        parts (dict): the messages of others that take part, by their worker.
-        context, pass_id, entries, retain: as for ``Pass``.
+        others (dict[int, set[int]]): the messages of other workers that take part, by worker.
+        context, pass_id, entries, retain: as for ``Participant``.
     """
 
     def __init__(
@@ -43,110 +73,156 @@ class LedPass(Pass):
         pass_id: int,
         entries: dict[int, Entry],
         retain: bool,
-        parts: dict[int, set[int]],
+        others: dict[int, set[int]],
     ) -> None:
         super().__init__(context, pass_id, entries, retain, current.get_agent().info.id)
-        self._parts = parts
-        self._to_tell = dict(parts)  # those that were not told to begin yet
-        received = {node.message_id for each in entries.values() for node in each.exits}
-        self._at_once = [each for each, message_ids in parts.items() if not message_ids <= received]
+        self._others = others
         self._retain = retain
+        self._status = dict.fromkeys(others, UNSTARTED)
+        received = {node.message_id for each in entries.values() for node in each.exits}
+        # the other workers begin with their first gradients from here
+        self._to_begin = [each for each, sent in others.items() if not sent <= received]
+        self._open_parts = 1 + len(others)  # not done, this one included
         self._thread = threading.get_ident()
-        # calls that this thread is to make while it waits; None: it waits no longer
-        self._asked: list[tuple[int, Any, Any]] | None = []
+        self._calling = QUEUEING
+        self._queue: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []
 
-    def wait(self, roots: Gradients) -> None:
+    def run(self, roots: Gradients) -> None:
         """Run the pass from its roots, and wait for its end.
 
-        This thread waits for the answer to the last of its calls itself, so that no other has to
-        wake up.
+        Args:
+            roots: the gradients of the entry ``ROOTS``.
+
+        Raises:
+            RuntimeError: a worker's part of the pass failed, or a worker cannot be reached.
         """
         try:
             self.begin(roots)
-            for worker in self._at_once:  # who gets gradients from here alone hears with them
-                if worker in self._to_tell:
-                    self._tell(worker, {})
-            while asked := self._take_asked():
-                for call in asked[:-1]:
+            for worker in self._to_begin:
+                if self._status[worker] == UNSTARTED:
+                    self._begin_part(worker, {})
+            while batch := self._take_batch():
+                for call in batch[:-1]:
                     super()._call(*call)
-                worker, func, args = asked[-1]
-                wait = start_outside(worker, func, args, None)
-                self._answered(worker, functools.partial(wait, self._is_ended))
+                worker, func, args = batch[-1]
+                wait = start_without_context(worker, func, args, None)
+                self._on_reply(worker, functools.partial(self._await_reply, wait))
         except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
         release_reader()
         self.future.wait()
 
-    def _is_ended(self) -> bool:
-        return self._is_over
+    def _await_reply(self, wait: Callable[..., Reply]) -> Reply:
+        self._calling = AWAITING
+        try:
+            return wait(self._has_ended)
+        finally:
+            self._calling = QUEUEING
 
-    def fail(self, error: BaseException) -> bool:
-        """End the pass with an error, unless it is over, and everybody's part of it."""
-        if super().fail(error):
-            self._agent.submit(self._call_off)
-        return True
+    def _take_batch(self) -> list[tuple[int, Callable[..., Any], tuple[Any, ...]]]:
+        """Return the queued calls; if there is none to send, enter DIRECT."""
+        if not self._queue or self._has_ended():
+            self._calling = DIRECT
+            return []
+        batch, self._queue = self._queue, []
+        return batch
 
-    def _call_off(self) -> None:
-        why = RpcError(f"the backward pass of worker {self._me} failed elsewhere")
-        for worker in self._parts:
-            if worker not in self._to_tell and self._agent.find(worker) is not None:
-                with contextlib.suppress(RpcError):  # RPC was shut down, or it has just left
-                    call_outside(worker, give_up, (self._context.id, self.id, why), None)
-
-    def _take_asked(self) -> list[tuple[int, Any, Any]]:
-        """Return the calls to make now; none: this thread makes no more."""
-        with self._lock:
-            asked = self._asked
-            if not asked or self._is_over:
-                self._asked = None
-                return []
-            self._asked = []
-            return asked
-
-    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
-        """End the pass, if a worker that takes part died."""
-        if worker in self._parts:
-            self.fail(error)
-
-    def _tell(self, worker: int, gradients: Gradients) -> None:
-        message_ids = sorted(self._to_tell.pop(worker))
-        with self._lock:
-            self._open += 1
-        self._ask(worker, begin_part, message_ids, self._retain, self._leader, gradients)
-
-    def _propagate(self, worker: int, gradients: Gradients) -> None:
-        if worker in self._to_tell:
-            self._tell(worker, gradients)
-        else:
-            super()._propagate(worker, gradients)
-
-    def _call(self, worker: int, func: Any, args: Any) -> None:
-        if self._asked is not None and threading.get_ident() == self._thread:
-            self._asked.append((worker, func, args))
+    def _call(self, worker: int, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        if self._calling != DIRECT and threading.get_ident() == self._thread:
+            self._queue.append((worker, func, args))
         else:
             super()._call(worker, func, args)
 
+    # -- the others' parts ------------------------------------------------------------------------
+
+    def _begin_part(self, worker: int, gradients: Gradients) -> None:
+        self._status[worker] = PENDING
+        message_ids = sorted(self._others[worker])
+        self._request(worker, begin_part, message_ids, self._retain, self._me, gradients)
+
+    def _send_gradients(self, worker: int, gradients: Gradients, is_needed: bool = False) -> None:
+        with self._lock:
+            status = self._status[worker]
+            if status == NEEDS_GRADIENTS:
+                self._status[worker] = PENDING
+        if status == UNSTARTED:
+            self._begin_part(worker, gradients)
+        else:
+            super()._send_gradients(worker, gradients, status == NEEDS_GRADIENTS)
+
+    def _process_reply(self, worker: int, gradients: Gradients, status: int) -> None:
+        if status != PENDING:
+            with self._lock:
+                if self._status[worker] != ENDED:  # by a later reply that another thread handles
+                    self._status[worker] = status
+        if gradients:
+            self.process_gradients(gradients)
+        if status == ENDED:
+            self._on_part_ended()
+
+    def _on_part_ended(self) -> None:
+        """Complete, if the part that ended, this one or another, is the last."""
+        with self._lock:
+            self._open_parts -= 1
+            if self._open_parts:
+                return
+        self._complete()
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _has_ended(self) -> bool:
+        return self._state in (DONE, FAILED)
+
+    def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
+        """End the pass, if a worker that takes part died."""
+        if worker in self._others:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> bool:
+        """End the pass with an error, and abort the others' parts, unless it has ended.
+
+        Returns:
+            True: no call has to report the error to the leader.
+        """
+        if super().fail(error):
+            self._agent.submit(self._abort_others)
+        return True
+
+    def _abort_others(self) -> None:
+        error = RpcError(f"the backward pass of worker {self._me} failed elsewhere")
+        for worker, status in self._status.items():
+            if status != UNSTARTED and self._agent.find(worker) is not None:
+                with contextlib.suppress(RpcError):  # RPC was shut down, or the worker just left
+                    args = (self._context.id, self.id, error)
+                    call_without_context(worker, abort_part, args, None)
+
 
 def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -> None:
-    """Run a backward pass from ``roots``, and wait until it is done everywhere.
+    """Run a backward pass from ``roots``, and wait until it is done on all workers.
+
+    Args:
+        context_id: of a context of this worker.
+        roots: scalars with a ``grad_fn``.
+        retain: keep the graph for another pass.
 
     Raises:
-        RuntimeError: there is no such context, or a worker's part of the pass failed.
+        RuntimeError: there is no such context, a root is no such scalar, or a worker's part of
+            the pass failed.
+        WorkerDiedError: a worker that takes part died.
     """
     context = find_context(context_id)
     _check(roots)
-    agent = current.get_agent()
-    me = agent.info.id
     edges = [(root.grad_fn, root.output_nr) for root in roots]
     root = Entry(edges, context.is_exit)
-    parts = explore_all(context, root)
-    entries = {message_id: context.entry(message_id) for message_id in parts.pop(me, ())}
+    others = explore(context, root)
+    here = others.pop(current.get_agent().info.id, ())
+    entries = {message_id: context.entry(message_id) for message_id in here}
     entries[ROOTS] = root
-    run = LedPass(context, contexts().new_id(), entries, retain, parts)
+    leader = Leader(context, contexts().new_id(), entries, retain, others)
     try:
-        run.wait({ROOTS: [torch.ones_like(each) for each in roots]})
+        leader.run({ROOTS: [torch.ones_like(each) for each in roots]})
     except BaseException as exc:  # also an interrupt
-        run.fail(exc)
+        leader.fail(exc)
         raise
 
 

@@ -1,21 +1,31 @@
-"""Backward passes over several workers.
+"""Backward passes over several workers, and one worker's part in them.
 
-Who calls ``backward`` leads the pass:
+The worker that calls ``backward`` leads the pass (``leader.py``):
 
-1. *Explore.*  From the roots it follows the received messages that they lead to, and what those
-   lead to at their senders: replies say so, and who is still in doubt asks.  What is not found
-   takes no part: nobody will wait for its gradients.
-2. *Begin.*  Every worker that takes part is told which of its messages do, with the first gradients
-   if they come from the leader.
+1. *Explore.*  From the roots it follows the received messages that they depend on, and the
+   dependencies of those at their senders: replies carry them, and the leader asks for the rest.  A
+   message that is not found takes no part: no worker waits for its gradients.
+2. *Begin.*  Every worker that takes part is sent the list of its messages that do, with the first
+   gradients if they come from the leader.
 3. *Propagate.*  Gradients go back along the messages, all that a worker has for another at a time,
-   and each worker runs its part (``grad_graph``) as they come in.  What that yields for who sent
-   them goes along with the answer.
+   and each worker runs its part (``graph.py``) as they arrive.  Gradients for the worker that sent
+   them are returned in the reply.
 
-The answer to *begin* comes when the part is over, or fails; or when the part can only go on with
-gradients from the leader, who then gets that answer to one of its next messages.  So two workers
-take turns, and each message of a pass between them is the answer to another.  A part is over when
-its graph has been run, whether or not others have answered to its gradients: they tell the leader
-themselves what becomes of these.
+The state of a part; a part whose graph has been run is done, whether or not others have replied to
+its gradients, but the leader's waits for all others:
+
+    WAITING ──gradients──> RUNNING ──gradients, while a thread runs stages──> RERUN
+    WAITING <──no stage is ready── RUNNING <──next stage── RERUN
+                           RUNNING, RERUN ──last stage──> FINISHED ──all parts are done──> DONE
+    any but DONE ──error, abort──> FAILED
+
+The leader learns of the end by the reply to *begin*; or, if the part can only go on with gradients
+from the leader, by the reply to its next request.  So two workers alternate, and each message of a
+pass between them is the reply to another.  Whether a request of the leader is open:
+
+    report is due ──reply NEEDS_GRADIENTS──> not due ──request of the leader──> report is due
+
+An error while it is not due is sent to the leader by a call (``abort_part``).
 
 Torch describes such a pass as its SMART mode, and has built the FAST one, which takes every message
 of the context for used.
@@ -25,40 +35,45 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.futures import Future
 
-from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import Entry, GradGraph
-from rayrpc._autograd.hook import call_outside, contexts, find_context
+from rayrpc._autograd.hook import call_without_context, contexts, find_context
 from rayrpc._runtime import current
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["Gradients", "Pass", "begin_part", "give_up"]
+__all__ = [
+    "ENDED",
+    "FAILED",
+    "NEEDS_GRADIENTS",
+    "PENDING",
+    "Participant",
+    "Reply",
+    "abort_part",
+    "begin_part",
+]
 
-#: gradients of the tensors of messages, None for a tensor that was not used, by message
-Gradients = dict[int, Sequence[torch.Tensor | None]]
+WAITING, RUNNING, RERUN, FINISHED, DONE, FAILED = range(6)
+
+#: the reply to gradients: others, for the worker that sent them, and for the leader a status
+Reply = tuple[Gradients, int]
+# The status of a part: another reply will report the end; it needs gradients from the leader to go
+# on; it has ended.  (An enum, or a class for the reply, would take longer to pickle than all the
+# rest of it.)
+PENDING, NEEDS_GRADIENTS, ENDED = range(3)
 
 
-#: what a worker says to gradients: others, for who sent them, and to the leader one of the below
-Answer = tuple[Gradients, int]
-# How it stands with a worker's part, as far as the leader has to know.  (An enum, or a class for
-# the answer, would take longer to pickle than all the rest of one.)
-PROMISED = 0  # another answer will say so
-WAITING = 1  # for gradients from the leader, and nothing else
-OVER = 2
-
-
-class Pass:
+class Participant:
     """This worker's part of a backward pass.
 
     Args:
         context (DistAutogradContext): of the pass.
-        pass_id (int): names it in the context.
-        entries (dict[int, Entry]): what takes part here.
+        pass_id (int): names the pass in the context.
+        entries (dict[int, Entry]): those of this worker that take part.
         retain (bool): keep the graph for another pass.
         leader (int): id of the worker that leads the pass.
     """
@@ -71,206 +86,230 @@ class Pass:
         retain: bool,
         leader: int,
     ) -> None:
-        self._context = context
         self.id = pass_id
+        #: completes with the last reply to the leader, when the part ends
+        self.future: Future[Any] = Future()
+        self._context = context
         self._leader = leader
         self._graph = GradGraph(entries, retain)
         self._agent = current.get_agent()
         self._me = self._agent.info.id
-        self._home = contexts()
+        self._contexts = contexts()
         self._lock = threading.Lock()
-        self._open = 1  # what has to end first: this worker's graph; at the leader, others' parts
-        self._is_over = False
-        self._is_failed = False
-        self._is_running = False
-        self._is_fed = False
-        self._is_promised = True  # an answer that will tell the leader of the end is under way
-        self._last: Gradients = {}  # goes along with it
-        self._asking = 0  # gradients sent to the leader that it has not answered yet
-        self._waiting: set[int] = set()  # at the leader: whose parts wait for gradients from it
-        #: completes with the pass
-        self.future: Any = Future()
-        with self._home.lock:
-            self._home.passes += 1
+        self._state = WAITING
+        self._report_due = True
+        self._requests_to_leader = 0  # that it has not replied to yet
+        self._last_gradients: Gradients = {}  # for the leader, in the reply that reports the end
+        self._contexts.count_pass(1)
 
     def begin(self, gradients: Gradients, source: int | None = None) -> Gradients:
-        """Feed it for the first time; see ``feed``."""
-        early = self._context.begin(self.id, self)
-        why = self._context.called_off.get(self.id)
-        if why is not None:
-            self.fail(why)
-        return self.feed({**early, **gradients}, source)
+        """Register the part, and process its first gradients; see ``process_gradients``."""
+        early = self._context.add_pass(self.id, self)
+        error = self._context.aborted.get(self.id)
+        if error is not None:
+            self.fail(error)
+        return self.process_gradients({**early, **gradients}, source)
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
-        """Note that a worker died; the leader will end this."""
+        """Do nothing: the leader aborts the pass if it needs the worker."""
 
-    def feed(self, gradients: Gradients, source: int | None = None) -> Gradients:
-        """Take gradients, and run what they make possible.
+    # -- running the graph ------------------------------------------------------------------------
+
+    def process_gradients(self, gradients: Gradients, source: int | None = None) -> Gradients:
+        """Add gradients, and run the stages that they complete.
+
+        Args:
+            gradients: by message of this worker.
+            source: id of the worker whose request brought them.
 
         Returns:
-            what that yields for ``source``, the worker that sent them; others are sent theirs.
+            The gradients for ``source``, by its message; those for other workers are sent to them.
         """
         back: Gradients = {}
         with self._lock:
             for message_id, each in gradients.items():
-                self._graph.feed(message_id, each)
-            self._is_fed = True
-            if self._is_running or self._is_over:
+                self._graph.add_gradients(message_id, each)
+            if self._state != WAITING:
+                if self._state == RUNNING:
+                    self._state = RERUN
                 return back
-            self._is_running = True
+            self._state = RUNNING
         try:
-            while self._run(source, back):
+            while self._run_stage(source, back):
                 pass
         except BaseException as exc:
             if not self.fail(exc) and source != self._leader:
-                self._complain(exc)
+                self._report(exc)
         return back
 
-    def _run(self, source: int | None, back: Gradients) -> bool:
-        """Run a stage; return False if there is nothing to do for now."""
-        self._is_fed = False
+    def _run_stage(self, source: int | None, back: Gradients) -> bool:
+        """Run a stage; return False if there is none to run for now."""
+        with self._lock:
+            if self._state == FAILED:
+                return False
+            self._state = RUNNING
         stage = self._graph.run()
         if stage is None:
             with self._lock:
-                self._is_running = self._is_fed and not self._is_over
-                return self._is_running
+                if self._state == RUNNING:
+                    self._state = WAITING
+                return self._state == RERUN
         out: dict[int, Gradients] = {}
         for node, slots in stage.exits.items():
             out.setdefault(node.sender, {})[node.message_id] = [
                 slots.get(slot) for slot in range(node.count)
             ]
         for message_id, each in out.pop(self._me, {}).items():
-            self._graph.feed(message_id, each)
-            self._is_fed = True
+            self._graph.add_gradients(message_id, each)
         if source is not None:
             back.update(out.pop(source, {}))
         if stage.leaves is not None:
-            self._last = out.pop(self._leader, {})  # the end is told at once
+            self._last_gradients = out.pop(self._leader, {})
         for worker, gradients in out.items():
-            self._propagate(worker, gradients)
+            self._send_gradients(worker, gradients)
         if stage.leaves is None:
             return True
-        self._context.take(stage.leaves)
-        self._close_one()
+        self._context.add_gradients(stage.leaves)
+        with self._lock:
+            if self._state == FAILED:
+                return False
+            self._state = FINISHED
+        self._on_part_ended()
         return False
 
-    def _propagate(self, worker: int, gradients: Gradients) -> None:
-        is_waiting = worker in self._waiting
-        self._waiting.discard(worker)
+    def _on_part_ended(self) -> None:
+        """Complete: the part that ended is this one."""
+        self._complete()
+
+    # -- requests of this worker ------------------------------------------------------------------
+
+    def _send_gradients(self, worker: int, gradients: Gradients, is_needed: bool = False) -> None:
+        """Send gradients to another worker.
+
+        Args:
+            is_needed: its part cannot have ended: it has replied NEEDS_GRADIENTS.
+        """
         if worker == self._leader:
             with self._lock:
-                self._asking += 1
-        self._ask(worker, _propagate, gradients, self._me, is_waiting)
+                self._requests_to_leader += 1
+        self._request(worker, _propagate, gradients, self._me, is_needed)
 
-    def _ask(self, worker: int, func: Any, *args: Any) -> None:
-        """Call another worker; its error ends the pass."""
+    def _request(self, worker: int, func: Callable[..., Any], *args: Any) -> None:
+        """Call another worker; an error of the call ends the pass."""
         self._call(worker, func, (self._context.id, self.id, *args))
 
-    def _call(self, worker: int, func: Any, args: Any) -> None:
-        call_outside(worker, func, args, None).add_done_callback(
-            lambda answer: self._answered(worker, answer.value)
+    def _call(self, worker: int, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        call_without_context(worker, func, args, None).add_done_callback(
+            lambda reply: self._on_reply(worker, reply.value)
         )
 
-    def _answered(self, worker: int, answer: Callable[[], Answer]) -> None:
+    def _on_reply(self, worker: int, get_reply: Callable[[], Reply]) -> None:
         try:
-            gradients, state = answer()
+            gradients, status = get_reply()
         except BaseException as exc:
             if not self.fail(exc):
-                self._complain(exc)
+                self._report(exc)
             if not isinstance(exc, Exception):  # an interrupt
                 raise
             return
-        if state == WAITING:
-            self._waiting.add(worker)
+        self._process_reply(worker, gradients, status)
+
+    def _process_reply(self, worker: int, gradients: Gradients, status: int) -> None:
         if gradients:
-            self.feed(gradients)
+            self.process_gradients(gradients)
         if worker == self._leader:
             with self._lock:
-                self._asking -= 1
-        if state == OVER:
-            self._close_one()
+                self._requests_to_leader -= 1
 
-    def _complain(self, error: BaseException) -> None:
-        """Tell the leader of an error when no answer will."""
-        told = error if isinstance(error, WorkerDiedError) else self._error_here(error)
-        with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
-            call_outside(self._leader, give_up, (self._context.id, self.id, told), None)
+    # -- requests of other workers ----------------------------------------------------------------
 
-    def answer(self, back: Gradients, source: int) -> Any:
-        """Return what to answer to gradients from ``source``, a Future; see ``feed``."""
+    def process_request(self, gradients: Gradients, source: int) -> Future[Reply]:
+        """Process gradients that worker ``source`` has sent; return a Future of the reply."""
+        back = self.process_gradients(gradients, source)
         with self._lock:
-            is_due = source == self._leader and not self._is_promised
-            self._is_promised |= is_due
-        return self.promised(back) if is_due else _now((back, PROMISED))
+            becomes_due = source == self._leader and not self._report_due
+            self._report_due |= becomes_due
+        return self.report_end(back) if becomes_due else _completed((back, PENDING))
 
-    def promised(self, back: Gradients) -> Any:
-        """Return the answer that tells the leader of the end, unless it is the leader's turn."""
+    def report_end(self, back: Gradients) -> Future[Reply]:
+        """Return a Future of the reply that reports the end, or NEEDS_GRADIENTS, to the leader.
+
+        Args:
+            back: gradients for the leader.
+        """
         with self._lock:
-            if self._is_over:
-                ended = self.future if self._is_failed else None
-            elif not (self._is_running or self._asking) and self._waits_for_leader():
-                self._is_promised = False
-                return _now((back, WAITING))
-            else:
-                ended = self.future
-        if ended is None:
-            return _now(({**self._last, **back}, OVER))
+            state = self._state
+            if state == WAITING and not self._requests_to_leader and self._needs_only_leader():
+                self._report_due = False
+                return _completed((back, NEEDS_GRADIENTS))
+        if state == DONE:
+            return _completed(({**self._last_gradients, **back}, ENDED))
         if back:
-            self._propagate(self._leader, back)
-        return ended
+            self._send_gradients(self._leader, back)
+        return self.future
 
-    def _waits_for_leader(self) -> bool:
+    def _needs_only_leader(self) -> bool:
         sends = self._context.sends
         return all(sends[number].to == self._leader for number in self._graph.missing())
 
-    def _close_one(self) -> None:
-        with self._lock:
-            self._open -= 1
-            if self._open or self._is_over:
-                return
-            self._is_over = True
-        self._end()
-        self.future.set_result((self._last, OVER))
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _complete(self) -> None:
+        if self._end(DONE):
+            self.future.set_result((self._last_gradients, ENDED))
 
     def fail(self, error: BaseException) -> bool:
-        """End the pass with an error, unless it is over; tell whether the leader hears of it."""
-        with self._lock:
-            if self._is_over:
-                return False
-            self._is_over = self._is_failed = True
-        self._end()
-        if not isinstance(error, RpcError):
-            told = self._error_here(error)
-            told.__cause__ = error.with_traceback(None)
-            error = told
-        self.future.set_exception(error)
-        return self._is_promised
+        """End the part with an error, unless it has ended.
 
-    def _error_here(self, error: BaseException) -> RpcError:
+        Returns:
+            True if it ended by this, and a reply reports the error to the leader.
+        """
+        if not self._end(FAILED):
+            return False
+        if not isinstance(error, RpcError):
+            named = self._named(error)
+            named.__cause__ = error.with_traceback(None)
+            error = named
+        self.future.set_exception(error)
+        return self._report_due
+
+    def _end(self, state: int) -> bool:
+        """Enter DONE or FAILED; return False if the part has ended before."""
+        with self._lock:
+            if self._state in (DONE, FAILED):
+                return False
+            self._state = state
+        self._context.passes.pop(self.id, None)
+        self._contexts.count_pass(-1)
+        return True
+
+    def _report(self, error: BaseException) -> None:
+        """Send an error to the leader, when no reply reports it."""
+        reported = error if isinstance(error, WorkerDiedError) else self._named(error)
+        args = (self._context.id, self.id, reported)
+        with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
+            call_without_context(self._leader, abort_part, args, None)
+
+    def _named(self, error: BaseException) -> RpcError:
         return RpcError(f"Error on Node {self._me}: {error}")
 
-    def _end(self) -> None:
-        self._context.passes.pop(self.id, None)
-        with self._home.lock:
-            self._home.passes -= 1
 
-
-def _now(answer: Answer) -> Any:
-    future: Any = Future()
-    future.set_result(answer)
+def _completed(reply: Reply) -> Future[Reply]:
+    future: Future[Reply] = Future()
+    future.set_result(reply)
     return future
 
 
-# -- what workers ask of one another ----------------------------------------------------------
+# -- functions that workers call at one another -----------------------------------------------
 
 
-def _gives_future(func: Any) -> Any:
-    """Mark a function for ``async_execution``, as it is."""
+def _returns_future(func: Any) -> Any:
+    """Mark a function for ``async_execution``, without a wrapper."""
     func._wrapped_async_rpc_function = func
     return func
 
 
-@_gives_future
+@_returns_future
 def begin_part(
     context_id: int,
     pass_id: int,
@@ -278,30 +317,48 @@ def begin_part(
     retain: bool,
     leader: int,
     gradients: Gradients,
-) -> Any:
+) -> Future[Reply]:
+    """Begin this worker's part of a pass, for its leader.
+
+    Args:
+        context_id: of the pass's context.
+        pass_id: names the pass in the context.
+        message_ids: this worker's messages that take part.
+        retain: keep the graph for another pass.
+        leader: id of the worker that leads the pass.
+        gradients: the first ones, from the leader.
+    """
     context = find_context(context_id)
     entries = {message_id: context.entry(message_id) for message_id in message_ids}
-    run = Pass(context, pass_id, entries, retain, leader)
-    return run.promised(run.begin(gradients, leader))
+    part = Participant(context, pass_id, entries, retain, leader)
+    return part.report_end(part.begin(gradients, leader))
 
 
-@_gives_future
+@_returns_future
 def _propagate(
-    context_id: int, pass_id: int, gradients: Gradients, source: int, is_waiting: bool
-) -> Any:
-    run = find_context(context_id).arrive(pass_id, gradients)
-    if run is not None:
-        return run.answer(run.feed(gradients, source), source)
-    if is_waiting:
+    context_id: int, pass_id: int, gradients: Gradients, source: int, is_needed: bool
+) -> Future[Reply]:
+    """Process gradients for this worker's part; see ``Participant._send_gradients``."""
+    part = find_context(context_id).find_pass(pass_id, gradients)
+    if part is not None:
+        reply: Future[Reply] = part.process_request(gradients, source)
+        return reply
+    if is_needed:
         raise RpcError(f"the part of worker {current.get_agent().info.id} in the pass has ended")
-    return _now(({}, PROMISED))
+    return _completed(({}, PENDING))
 
 
-def give_up(context_id: int, pass_id: int, why: RpcError) -> None:
+def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
+    """End this worker's part of a pass with an error, now or when it begins.
+
+    Args:
+        context_id, pass_id: as for ``begin_part``.
+        error: why.
+    """
     context = contexts().get(context_id)
     if context is None:
         return
-    context.called_off[pass_id] = why  # begin_part may come later
-    run = context.passes.get(pass_id)
-    if run is not None:
-        run.fail(why)
+    context.aborted[pass_id] = error  # begin_part may come later
+    part = context.passes.get(pass_id)
+    if part is not None:
+        part.fail(error)

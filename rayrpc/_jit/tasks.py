@@ -20,7 +20,7 @@ from torch.futures import Future, collect_all
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from rayrpc import api
-from rayrpc._autograd.hook import call_outside, start_outside
+from rayrpc._autograd.hook import call_without_context, start_without_context
 from rayrpc._concurrency.outcome import Error, Outcome, attempt, complete
 from rayrpc._runtime import current
 from rayrpc.functions import async_execution
@@ -153,7 +153,7 @@ def _send(func: Any, args: Any, kwargs: Any, grad: bool, result: Any) -> None:
     worker = _workers.take()
     try:
         task, leaves = _pack(func, args, kwargs, grad, worker)
-        future = call_outside(current.get_agent().lookup(worker).id, _run, (task,), None)
+        future = call_without_context(current.get_agent().lookup(worker).id, _run, (task,), None)
     except BaseException:
         _workers.give_back(worker)
         raise
@@ -277,7 +277,7 @@ class _Forked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         args = (ctx.graph, gradients)
         owner = ctx.graph.owner().id
-        return None, None, *start_outside(owner, _backward, args, None)()
+        return None, None, *start_without_context(owner, _backward, args, None)()
 
 
 _forked: Any = _Forked

@@ -24,10 +24,14 @@ import cloudpickle
 import numpy as np
 import torch
 
-from rayrpc._autograd.functions import begin_message, reduce_joined, reduce_parameter
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import Fork, Payload
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
+from rayrpc._runtime.serialization.recording import (
+    begin_message,
+    reduce_parameter,
+    reduce_recorded,
+)
 from rayrpc._runtime.serialization.tensors import reduce_array, reduce_tensor
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
 
@@ -207,8 +211,8 @@ class _ByValue(cloudpickle.Pickler):
 def _reduce_mapped(tensor: torch.Tensor) -> Any:
     encoding = _session.encoding
     assert encoding is not None and encoding.devices is not None
-    if tensor.requires_grad and (joined := reduce_joined(tensor, _reduce_mapped)) is not None:
-        return joined
+    if tensor.requires_grad and (recorded := reduce_recorded(tensor, _reduce_mapped)) is not None:
+        return recorded
     return reduce_mapped(tensor, encoding.devices, reduce_tensor)
 
 

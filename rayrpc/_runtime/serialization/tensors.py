@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rayrpc._autograd.functions import reduce_joined
+from rayrpc._runtime.serialization.recording import reduce_recorded
 
 __all__ = ["INLINE_BYTES", "NoDeviceError", "reduce_array", "reduce_tensor"]
 
@@ -82,8 +82,8 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_strided(tensor: torch.Tensor) -> Any:
-    if tensor.requires_grad and (joined := reduce_joined(tensor, reduce_tensor)) is not None:
-        return joined
+    if tensor.requires_grad and (recorded := reduce_recorded(tensor, reduce_tensor)) is not None:
+        return recorded
     if (
         tensor.layout is not torch.strided
         or tensor.device.type != "cpu"

@@ -1,0 +1,100 @@
+"""Parts of graphs as messages connect them, and a worker that sends nothing."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from rayrpc._autograd import explore, functions, leader, participant
+from rayrpc._autograd.graph import Entry
+from rayrpc._runtime import current
+
+
+def received(*tensors, message_id=1, sender=0):
+    """Return tensors as if a message had brought them, and their receive function."""
+    outputs = [tensor.detach().clone() for tensor in tensors]
+    functions._thread.received[message_id] = list(outputs)
+    node = functions.attach_received(message_id)
+    node.sender = sender
+    return *outputs, node
+
+
+def entry(*tensors):
+    """Return the entry of a message that sent these tensors."""
+    edges = [get_gradient_edge(tensor)[:2] for tensor in tensors]
+    return Entry(edges, functions.is_receive)
+
+
+def root(tensor):
+    """Return the entry of a pass from one root."""
+    return Entry([(tensor.grad_fn, tensor.output_nr)], functions.is_receive)
+
+
+def totals_of(stage):
+    """Return the gradients of a last stage by leaf."""
+    gradients = {}
+    stage.leaves.accumulate_into(gradients, threading.Lock())
+    return gradients
+
+
+def accumulate_node(leaf):
+    """Return the node of a leaf."""
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]
+
+
+class FakeWorker:
+    """A worker whose calls of other workers are kept, for the test to reply to.
+
+    Args:
+        monkeypatch: installs it.
+        worker_id: the worker's id.
+        get_reply: returns the reply to a call at once, or raises its error.
+    """
+
+    def __init__(self, monkeypatch, worker_id, get_reply=None):
+        self.get_reply = get_reply
+        self.info = SimpleNamespace(id=worker_id)
+        self.default_timeout = 1.0
+        self.passes = 0
+        self.calls = []
+        self.submitted = []
+        monkeypatch.setattr(current, "get_agent", lambda: self)
+        for module in (explore, leader, participant):
+            monkeypatch.setattr(module, "call_without_context", self.call)
+        for module in (leader, participant):
+            monkeypatch.setattr(module, "contexts", lambda: self)
+        monkeypatch.setattr(leader, "start_without_context", self.start)
+
+    def call(self, worker, func, args, timeout):
+        """Keep a call, and return the Future of its reply."""
+        call = Call(worker, func, args, torch.futures.Future())
+        self.calls.append(call)
+        if self.get_reply is not None:
+            try:
+                call.reply.set_result(self.get_reply(call))
+            except Exception as exc:
+                call.reply.set_exception(exc)
+        return call.reply
+
+    def start(self, worker, func, args, timeout):
+        """Keep a call, and return a function that waits for its reply."""
+        reply = self.call(worker, func, args, timeout)
+        return lambda has_ended: reply.wait()
+
+    def count_pass(self, change):
+        self.passes += change
+
+    def find(self, worker):
+        return worker
+
+    def submit(self, task):
+        self.submitted.append(task)
+
+
+class Call(NamedTuple):
+    worker: int
+    func: Any
+    args: tuple
+    reply: torch.futures.Future

@@ -1,0 +1,75 @@
+"""Exploration: the messages that take part in a pass, asked for where they are not known."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from graph_parts import FakeWorker, received, root
+
+from rayrpc._autograd import explore
+from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.functions import Recorder
+
+
+@pytest.fixture
+def context(monkeypatch):
+    context = DistAutogradContext(1)
+    monkeypatch.setattr(explore, "find_context", lambda context_id: context)
+    return context
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    return FakeWorker(monkeypatch, 0)
+
+
+def receive(context, message_id, sender):
+    tensor, node = received(torch.ones(3), message_id=message_id, sender=sender)
+    context.receives[message_id] = node
+    return tensor
+
+
+def entry_of(context, loss):
+    entry = root(loss)
+    assert all(context.receives[node.message_id] is node for node in entry.exits)
+    return entry
+
+
+def test_roots_without_messages_depend_on_none(context, worker):
+    loss = torch.rand(3, requires_grad=True).sum()
+    assert explore.explore(context, entry_of(context, loss)) == {} and worker.calls == []
+
+
+def test_known_dependencies_are_not_asked_for(context, worker):
+    y = receive(context, 11, sender=1)
+    context.dependencies = {(1, 11): [(2, 21), (2, 22)], (2, 21): [], (2, 22): [(1, 11)]}
+    found = explore.explore(context, entry_of(context, y.sum()))
+    assert found == {1: {11}, 2: {21, 22}} and worker.calls == []
+
+
+def test_senders_are_asked_for_the_rest(context, worker, monkeypatch):
+    y = receive(context, 11, sender=1)
+    replies = {(1, 11): [(2, 21)], (2, 21): []}
+
+    def call(to, func, args, timeout):
+        context_id, message_ids = args
+        assert context_id == context.id
+        worker.calls.append(to)
+        found = [key for number in message_ids for key in replies[to, number]]
+        return SimpleNamespace(wait=lambda: found)
+
+    monkeypatch.setattr(explore, "call_without_context", call)
+    found = explore.explore(context, entry_of(context, y.sum()))
+    assert found == {1: {11}, 2: {21}} and worker.calls == [1, 2]
+
+
+def test_messages_of_this_worker_are_followed_here(context, worker):
+    weight = torch.rand(3, requires_grad=True)
+    before = receive(context, 10, sender=1)
+    recorder = Recorder(5, parameters=False)
+    recorder.record(weight * before, None, ())
+    context.add_send_function(recorder, 1)
+    y = receive(context, 11, sender=1)
+    context.dependencies = {(1, 11): [(0, 5)], (1, 10): []}
+    found = explore.explore(context, entry_of(context, y.sum()))
+    assert found == {1: {10, 11}, 0: {5}} and worker.calls == []
