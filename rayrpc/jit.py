@@ -3,15 +3,14 @@
     futures = [rayrpc.jit.fork(model, x) for model in models]
     results = [rayrpc.jit.wait(future) for future in futures]
 
-Torch runs a task of ``fork`` in place, outside of TorchScript; here it runs on a worker.  See
-``forking.py`` for how modules and gradients travel, ``awaits.py`` for ``Await``.
+Outside of TorchScript, torch runs a task of ``fork`` in place; here it runs on a worker.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.futures import Future
@@ -19,7 +18,7 @@ from torch.futures import Future
 from rayrpc import api
 from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
 from rayrpc._jit.lazy import LazyRemote
-from rayrpc._jit.tasks import start
+from rayrpc._jit.tasks import start_task
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.rref import RRef
 
@@ -36,11 +35,12 @@ __all__ = [
     "wait",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _jit: Any = torch.jit
-_torchs_wait = _jit.wait
-_torchs_script = _jit.script
+_torch_wait = _jit.wait
+_torch_script = _jit.script
 
 
 def lazy(
@@ -70,54 +70,72 @@ def lazy(
     return LazyRemote(rref, timeout)
 
 
-def fork(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Start a task on a worker, and return a Future of its result.
+def fork(func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Start a task on a worker.
 
     Workers are the members of the group that ``fork`` started, called "fork-0" and so on; without
-    a group, they are started with the first task, one for each CPU of the cluster.  In a group of
-    fixed size, its other members run tasks.
+    a group, the first task starts them, one for each CPU of the cluster.  In a group of fixed
+    size, its other members run tasks.
 
-    Grad mode travels along, and gradients come back, in a context of distributed autograd and
-    outside of one.  A module is sent to a worker once, and again after it was changed; what it
-    changes in itself (running statistics) stays there.
+    The worker uses this thread's grad mode, and gradients flow back through the result, in a
+    context of distributed autograd and outside of one.  A module is sent to a worker once, and
+    again after it was changed; what it changes in itself (running statistics) stays there.
 
     Args:
         func (Callable): a function, a method, a module, or a scripted one.
-        args, kwargs: for it; Futures among them are waited for by the task.
+        args, kwargs: for it; the task waits for Futures among them.
 
     Returns:
-        ``torch.futures.Future``; ``wait`` raises what the task raised.
+        ``torch.futures.Future`` of its result, or error.  It has no timeout.
+
+    Raises:
+        SerializationError: the task cannot be sent.
+        RuntimeError: no workers can be started.
 
     Source: ``torch.jit.fork``.
     """
-    return start(func, args, kwargs)
+    future: Future[T] = start_task(func, args, kwargs)
+    return future
 
 
-def wait(future: Any) -> Any:
-    """Wait for a task, and return its result.
+def wait(future: Future[T]) -> T:
+    """Wait for a task, without limit.
 
     Args:
-        future (torch.futures.Future): from ``fork``.
+        future (torch.futures.Future): from ``fork``, or from ``torch.jit.fork``.
+
+    Returns:
+        The task's result.
 
     Raises:
         Exception: the task raised it.
+        WorkerDiedError: its worker died.
 
     Source: ``torch.jit.wait``.
     """
-    return future.wait() if isinstance(future, Future) else _torchs_wait(future)
+    result: T = future.wait() if isinstance(future, Future) else _torch_wait(future)
+    return result
 
 
 def script(obj: Any, *args: Any, **kwargs: Any) -> Any:
     """Compile a function or module by ``torch.jit.script``, unless it forks.
 
-    Compiled code forks into threads of its own process; what calls ``fork`` stays in Python, so
-    that its tasks run on the cluster.
+    Compiled code forks into threads of its own process.  A function or module whose code calls
+    ``fork`` is not compiled, so that its tasks run on the cluster.
 
     Args:
         obj: a function, module or class.
         args, kwargs: for ``torch.jit.script``.
+
+    Returns:
+        ``obj`` if it forks, else what ``torch.jit.script`` returns.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+
+    Source: ``torch.jit.script``.
     """
-    return obj if _forks(obj) else _torchs_script(obj, *args, **kwargs)
+    return obj if _forks(obj) else _torch_script(obj, *args, **kwargs)
 
 
 def _forks(obj: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.remote_device import _remote_device
+from torch.futures import Future
 
 from rayrpc import api
 from rayrpc._runtime import current
@@ -16,21 +18,61 @@ from rayrpc.rref import RRef
 
 __all__ = ["RemoteModule"]
 
-# What is sent of a RemoteModule; the rest is ``nn.Module``'s, and means nothing here.
-_SENT = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
+# The attributes in a RemoteModule's pickle; the rest is ``nn.Module``'s, and means nothing here.
+_PICKLED = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
 
 
-def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the module's ``forward`` where it lives; return a Future of the result."""
-    return _call_forward(api.rpc_async, self, args, kwargs)
+def forward_async(self: RemoteModule, *args: Any, **kwargs: Any) -> Future[Any]:
+    """Start the module's ``forward`` on its worker.
+
+    Args:
+        args, kwargs: for the module's ``forward``; tensors of any shape.
+
+    Returns:
+        A Future of its result, or error. A call takes the default timeout of RPC at most.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Source: ``torch.distributed.nn.RemoteModule.forward_async``.
+    """
+    future: Future[Any] = _call_forward(api.rpc_async, self, args, kwargs)
+    return future
 
 
-def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the module's ``forward`` where it lives, and return the result."""
+def forward(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
+    """Run the module's ``forward`` on its worker, and wait for the result.
+
+    Args:
+        args, kwargs: for the module's ``forward``; tensors of any shape.
+
+    Returns:
+        What it returns.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+        Exception: ``forward`` raised it.
+        WorkerDiedError: the worker died.
+        CallTimeoutError: it took longer than the default timeout of RPC.
+
+    Source: ``torch.distributed.nn.RemoteModule.forward``.
+    """
     return _call_forward(api.rpc_sync, self, args, kwargs)
 
 
-def _call_forward(rpc_api: Any, module: Any, args: Any, kwargs: Any) -> Any:
+def _call_forward(
+    rpc_api: Callable[..., Any],
+    module: RemoteModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
     where = (module.module_rref, module.device, module.is_device_map_set)
     owner = module.module_rref.owner()
     return rpc_api(owner, _remote_forward, args=(*where, *args), kwargs=kwargs)
@@ -78,20 +120,24 @@ def _set_mode(rref: RRef[nn.Module], mode: bool) -> None:
 
 
 class RemoteModule(nn.Module):
-    """Stand for a module that lives on another worker.
+    """Make a module on another worker, and refer to it.
 
-    ``forward`` and ``forward_async`` take what the module's own ``forward`` takes, and run it
-    there; gradients flow through it in a context of distributed autograd.  It can be sent over
-    RPC.  Of the other methods of ``nn.Module`` only ``train`` and ``eval`` are supported.
+    ``forward`` and ``forward_async`` take the arguments of the module's own ``forward``, and run
+    it there; gradients flow through it in a context of distributed autograd.  A RemoteModule can
+    be sent over RPC.  Of the other methods of ``nn.Module`` only ``train`` and ``eval`` are
+    supported.
 
     Args:
         remote_device (str): "<worker>/<device>" or "rank:<rank>/<device>"; without a device, "cpu".
-        module_cls (type): makes the module there.
-        args, kwargs: for ``module_cls``.
+        module_cls (type): an ``nn.Module``, or a function that returns one; called there. Its
+            errors are raised where the module is used.
+        args (tuple): for ``module_cls``.
+        kwargs (dict): for ``module_cls``.
 
     Raises:
         AssertionError: RPC is not initialized.
         ValueError: ``remote_device`` has another form.
+        RuntimeError: there is no such worker.
 
     Source: ``torch.distributed.nn.RemoteModule``.
     """
@@ -101,11 +147,13 @@ class RemoteModule(nn.Module):
     is_device_map_set: bool
     is_scriptable: bool
     module_rref: RRef[nn.Module]
+    forward_async: Callable[..., Future[Any]]
+    generated_methods: tuple[Callable[..., Any], ...]
 
     def __init__(
         self,
         remote_device: str,
-        module_cls: Any,
+        module_cls: Callable[..., nn.Module],
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
         _module_interface_cls: Any = None,
@@ -135,11 +183,21 @@ class RemoteModule(nn.Module):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Return a RemoteModule of a module that is there already.
+        """Make a RemoteModule of a module that exists on a worker.
 
         Args:
             remote_device (str): where it is; see the class.
             module_rref (RRef[nn.Module]): references it.
+
+        Returns:
+            The RemoteModule.
+
+        Raises:
+            AssertionError: RPC is not initialized.
+            ValueError: ``remote_device`` has another form.
+            RuntimeError: there is no such worker.
+
+        Source: ``torch.distributed.nn.RemoteModule.init_from_module_rref``.
         """
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
@@ -149,14 +207,24 @@ class RemoteModule(nn.Module):
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``; there are no hooks here to run along."""
+        """Run ``forward``; a RemoteModule has no hooks of its own."""
         return forward(self, *args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """Return RRefs of the module's parameters, for a ``DistributedOptimizer``.
 
         Args:
-            recurse (bool): those of its submodules, too.
+            recurse (bool): also the parameters of its submodules.
+
+        Returns:
+            One for each, owned by the module's worker, in the order of ``parameters``.
+
+        Raises:
+            Exception: the module could not be made.
+            WorkerDiedError: the worker died.
+            CallTimeoutError: it took longer than the default timeout of RPC.
+
+        Source: ``torch.distributed.nn.RemoteModule.remote_parameters``.
         """
         found: list[RRef[nn.Parameter]] = api.rpc_sync(
             self.on, _parameters, args=(self.module_rref, recurse)
@@ -164,25 +232,54 @@ class RemoteModule(nn.Module):
         return found
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """Return the RRef of the module."""
+        """Return the RRef of the module.
+
+        Returns:
+            An RRef that the module's worker owns.
+
+        Source: ``torch.distributed.nn.RemoteModule.get_module_rref``.
+        """
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the module to training or evaluation, where it lives."""
+        """Set the module, on its worker, to training or evaluation; wait until it is.
+
+        Args:
+            mode (bool): training.
+
+        Returns:
+            This RemoteModule.
+
+        Raises:
+            Exception: the module could not be made.
+            WorkerDiedError: the worker died.
+            CallTimeoutError: it took longer than the default timeout of RPC.
+
+        Source: ``torch.distributed.nn.RemoteModule.train``.
+        """
         api.rpc_sync(self.on, _set_mode, args=(self.module_rref, mode))
         return self
 
     def eval(self) -> RemoteModule:
-        """Set the module to evaluation, where it lives."""
+        """Set the module, on its worker, to evaluation; wait until it is.
+
+        Returns:
+            This RemoteModule.
+
+        Raises:
+            Exception: as for ``train``.
+
+        Source: ``torch.distributed.nn.RemoteModule.eval``.
+        """
         return self.train(False)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return what ``torch.jit.script`` makes its module of: calls stay in Python."""
-        stand_in = nn.Module()
+        """Return the module that ``torch.jit.script`` compiles: its calls stay in Python."""
+        compilable = nn.Module()
         for method in self.generated_methods:
             call = torch.jit.ignore(_bound(method, self))
-            setattr(stand_in, method.__name__, types.MethodType(call, stand_in))
-        return stand_in
+            setattr(compilable, method.__name__, types.MethodType(call, compilable))
+        return compilable
 
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
@@ -232,12 +329,12 @@ def _install_methods(module: Any) -> None:
 
 
 def _reduce(module: RemoteModule) -> Any:
-    return _rebuild, tuple(module.__dict__[name] for name in _SENT)
+    return _rebuild, tuple(module.__dict__[name] for name in _PICKLED)
 
 
 def _rebuild(*sent: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
-    module.__dict__.update(zip(_SENT, sent, strict=True))
+    module.__dict__.update(zip(_PICKLED, sent, strict=True))
     _install_methods(module)
     return module
 
@@ -245,5 +342,5 @@ def _rebuild(*sent: Any) -> RemoteModule:
 add_reducer(RemoteModule, _reduce)
 
 # torch's names
-_REMOTE_MODULE_PICKLED_ATTRIBUTES = _SENT
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = _PICKLED
 _RemoteModule = RemoteModule

@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,46 +18,66 @@ from rayrpc.rref import RRef
 __all__ = ["DistributedOptimizer"]
 
 
-class DistributedOptimizer:
-    """Optimize parameters where they live, with the gradients of a context.
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
-    Steps of several trainers are taken one after another on each worker, in no order that holds
-    across workers.  ``.grad`` of the parameters is left as it is.
+
+class DistributedOptimizer:
+    """Optimize parameters where they live, with the gradients of an autograd context.
+
+    Steps of several trainers run one after another on each worker, in an order that may differ
+    from worker to worker. ``.grad`` of the parameters stays as it is.
 
     Args:
         optimizer_class (type): a ``torch.optim.Optimizer``, or a class whose ``step`` takes the
             list of gradients ("functional").
-        params_rref (list[RRef]): the parameters.
-        args, kwargs: for the constructor of the optimizers, which is called once on each worker.
+        params_rref (list[RRef[torch.Tensor]]): the parameters, leaves that require grad.
+        args, kwargs: for the constructor of the optimizers, which is called once on each worker
+            that owns a parameter.
 
     Raises:
         Exception: a constructor raised it; RuntimeError if several did.
+        WorkerDiedError: a worker that owns a parameter died.
 
     Source: ``torch.distributed.optim.DistributedOptimizer``.
     """
 
+    #: they take gradients as an argument of ``step``
+    is_functional_optim: bool
+    #: one for each worker that owns a parameter
+    remote_optimizers: list[RRef[Any]]
+
     def __init__(
-        self, optimizer_class: Any, params_rref: Iterable[RRef[Any]], *args: Any, **kwargs: Any
+        self,
+        optimizer_class: type[Any],
+        params_rref: Iterable[RRef[TensorT]],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        parts: dict[Any, list[RRef[Any]]] = {}
+        by_owner: dict[Any, list[RRef[TensorT]]] = {}
         for param in params_rref:
-            parts.setdefault(param.owner(), []).append(param)
+            by_owner.setdefault(param.owner(), []).append(param)
         self.is_functional_optim = not issubclass(optimizer_class, torch.optim.Optimizer)
-        made = [
+        waits = [
             api.rpc_async(worker, _make, args=(optimizer_class, params, args, kwargs)).wait
-            for worker, params in parts.items()
+            for worker, params in by_owner.items()
         ]
-        self.remote_optimizers: list[RRef[Any]] = _wait_for_all("be constructed", made)
+        self.remote_optimizers = _wait_for_all("be constructed", waits)
 
     def step(self, context_id: int) -> None:
-        """Take a step on every worker, and wait for them.
+        """Take a step on every worker that owns a parameter, and wait for all of them.
+
+        A parameter without a gradient in the context stays as it is.
 
         Args:
-            context_id (int): of the context with the gradients.
+            context_id (int): of the context with the gradients; see
+                ``rayrpc.autograd.context``.
 
         Raises:
             RuntimeError: there is no such context, or several workers' steps failed.
-            Exception: one worker's step raised it.
+            Exception: one worker's step raised it; a CallTimeoutError if it took longer than the
+                default timeout of RPC.
+
+        Source: ``torch.distributed.optim.DistributedOptimizer.step``.
         """
         find_context(context_id)
         timeout = api.get_rpc_timeout()
@@ -87,7 +107,8 @@ class _LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         context = contexts().get(context_id)
-        found = context.gradients() if context is not None else {}  # None: it was not called in it
+        # this worker lacks a context that it was not called in
+        found = context.gradients() if context is not None else {}
         gradients = [found.get(param) for param in self._params]
         with self._lock:
             if self._takes_gradients:
@@ -124,8 +145,8 @@ def _wait_for_all(what: str, waits: Iterable[Callable[[], Any]]) -> list[Any]:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        told = "\n".join(f"{type(error).__name__}: {error}" for error in errors)
+        lines = "\n".join(f"{type(error).__name__}: {error}" for error in errors)
         raise RpcError(
-            f"the optimizer could not {what} on {len(errors)} workers:\n{told}"
+            f"the optimizer could not {what} on {len(errors)} workers:\n{lines}"
         ) from errors[0]
     return results

@@ -1,1 +1,32 @@
-"""Distributed autograd."""
+"""Distributed autograd: contexts, and backward passes through the calls that were made in them.
+
+Torch runs a backward pass within one process. Here the graphs of several workers are connected by
+the messages between them, in a context that a program opens; a pass computes gradients along all
+of it, and leaves them in the context.
+
+A call in a context meets, in this order:
+
+- ``hook``: ``GradContexts``, the ``Hook`` on each call and reply. It opens, finds and releases the
+  worker's contexts, and sends the ids of context and message along.
+- ``functions``: a ``Recorder`` collects the tensors of the message that is encoded, for the
+  message's send function; the receiver attaches them to a receive function.
+- ``context``: ``DistAutogradContext``, one worker's share of a context: these functions, and
+  gradients.
+
+A backward pass then meets:
+
+- ``leader``: ``run_backward``, and the part of the worker that leads the pass.
+- ``explore``: which messages the roots depend on.
+- ``participant``: every worker's part, with its states, and the calls between parts.
+- ``graph``: one worker's part of the graph, run by torch's engine in stages.
+- ``accumulate``: gradients of leaves, added up and with their hooks run.
+
+Invariants:
+
+- A worker that no message of the roots leads to takes no part; each that takes part is begun once.
+- A message's gradients are sent once, when all entries that lead to it were run.
+- Each part ends exactly once, in DONE or FAILED, and the leader learns of it by a reply or a call.
+- ``.grad`` of the user's tensors stays as it is.
+- A context ends on all workers that were called in it, also where a worker dies or a call is late.
+- The calls of a pass run without a context: they record no tensors.
+"""

@@ -1,1 +1,14 @@
-"""Tasks and awaitables."""
+"""What ``rayrpc.jit`` is made of: tasks on workers, and values that are computed when used.
+
+- ``tasks``: ``start_task``, behind ``fork``: a worker is chosen, the task packed and sent, run,
+  and its result unpacked into the user's Future, with a graph that leads back to the worker.
+- ``awaitable``: ``Await``, a value that is computed once, by the thread that first needs it, and
+  ``lazy``, one that another worker computes.
+
+Invariants:
+
+- Each task that was sent ends its Future once, with the result, the task's error, or that of the
+  worker's death.
+- A worker runs a task on its module as it was at ``fork``; changes by a task stay on the worker.
+- An ``Await`` runs its function at most once, and keeps the value or the error.
+"""

@@ -1,9 +1,12 @@
-"""Tasks on workers: which worker, how a module gets there, how gradients come back.
+"""Tasks on workers: which worker runs one, how a module gets there, how gradients come back.
 
-A task's module is kept by the worker, as an RRef for whoever sent it, and sent again when it was
-changed since.  If a task's tensors or modules require grad, the worker keeps the task's graph, and
-here its result comes out of one node of the local graph, whose backward pass is a call: gradients
-reach the leaves that the caller has, whatever pass it runs.
+    caller:  start_task ──> worker chosen ──> _pack ──> (call) ──> worker:  _run ──> _reply
+    caller:  _unpack, the user's Future <── (reply) <──
+
+The worker keeps a copy of a task's module, which the caller references by an RRef and sends again
+when the module was changed since.  If a task's tensors or modules require grad, the worker keeps
+the task's graph, and at the caller its results are outputs of one node of the local graph.  That
+node's backward is a call of the worker, so that gradients reach the caller's leaves in any pass.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,55 +30,55 @@ from rayrpc._runtime import current
 from rayrpc.functions import async_execution
 from rayrpc.rref import RRef
 
-__all__ = ["start"]
+__all__ = ["start_task"]
 
-PREFIX = "fork-"  # of the names of workers that serve only tasks
+WORKER_PREFIX = "fork-"  # of the names of workers that serve only tasks
 
 _Module: Any = torch.nn.Module
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A module that a worker keeps, or a method of it."""
+class _ModuleCopy:
+    """A worker's copy of a module, or a method of it; the empty name: the module itself."""
 
     rref: RRef[Any]
     method: str = ""
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """A Future that is done, on its way."""
+class _DoneFuture:
+    """A Future that is done, as it is sent."""
 
     outcome: Outcome[Any]
 
     def future(self) -> Any:
-        """Return a Future like it."""
+        """Return a Future with this outcome."""
         made: Any = Future()
         complete(made, self.outcome)
         return made
 
 
 class _Task(NamedTuple):
-    """What a worker is to run.
+    """A task as it is sent.
 
     Args:
-        func, args, kwargs: with modules and Futures replaced.
-        grad (bool): is grad mode on.
-        inputs (list): tensors of ``args`` and ``kwargs`` that require grad, without their graph.
-        modules (list[_Kept]): those whose parameters require grad.
+        func, args, kwargs: modules, Futures and tensors that require grad are replaced.
+        grad (bool): grad mode is on.
+        inputs (list): the tensors that ``_TensorSlot`` replaces, without their graph.
+        modules (list[_ModuleCopy]): those that the task names.
     """
 
     func: Any
-    args: Any
-    kwargs: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     grad: bool
     inputs: list[torch.Tensor]
-    modules: list[_Kept]
+    modules: list[_ModuleCopy]
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """The place of one of a task's inputs."""
+class _TensorSlot:
+    """Replaces a tensor that requires grad, by its position among a task's inputs or results."""
 
     number: int
 
@@ -83,15 +87,15 @@ class _Slot:
 
 
 class _Workers:
-    """The workers that this process gives tasks to."""
+    """The workers that run this process's tasks, and how many each runs now."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tasks: dict[str, int] = {}  # under way
+        self._tasks: dict[str, int] = {}
         self._turn = itertools.count()
 
-    def take(self) -> str:
-        """Return the worker with the fewest of our tasks, to be given back."""
+    def acquire(self) -> str:
+        """Return the worker with the fewest of our tasks, and count one more until ``release``."""
         with self._lock:
             names = self._names()
             first = next(self._turn) % len(names)
@@ -99,27 +103,27 @@ class _Workers:
             self._tasks[name] = self._tasks.get(name, 0) + 1
             return name
 
-    def give_back(self, name: str) -> None:
-        """Note that a task has ended."""
+    def release(self, name: str) -> None:
+        """Count one task less at a worker."""
         with self._lock:
             self._tasks[name] -= 1
 
     def _names(self) -> list[str]:
         if not (names := self._members()):
-            from rayrpc.launch.task_workers import start_forkers
+            from rayrpc.launch.task_workers import start_forkers  # imports ray
 
-            start_forkers(PREFIX)
+            start_forkers(WORKER_PREFIX)
             names = self._members()
         return names
 
     def _members(self) -> list[str]:
-        """Return the workers for tasks; of a group of fixed size, which gets no others, all."""
+        """Return the workers for tasks; in a group of fixed size, which none can join, all."""
         if not current.is_set():
             return []
         agent = current.get_agent()
         names = [info.name for info in agent.get_worker_infos()]
-        if any(name.startswith(PREFIX) for name in names):
-            names = [name for name in names if name.startswith(PREFIX)]
+        if any(name.startswith(WORKER_PREFIX) for name in names):
+            names = [name for name in names if name.startswith(WORKER_PREFIX)]
         elif not agent.is_static_group:
             return []
         others = [name for name in names if name != agent.info.name]
@@ -129,71 +133,85 @@ class _Workers:
 _workers = _Workers()
 
 
-def start(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Start a task, and return a Future of its result; see ``rayrpc.jit.fork``."""
-    result: Any = Future()
+def start_task(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Future[Any]:
+    """Start a task once the Futures among its arguments are done; see ``rayrpc.jit.fork``.
+
+    Returns:
+        A Future of the task's result.
+    """
+    result: Future[Any] = Future()
     waits = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Future)]
     grad = torch.is_grad_enabled()
     if not waits:
         _send(func, args, kwargs, grad, result)
         return result
 
-    def go(_: Any) -> None:
+    def send_now(_: Any) -> None:
         try:
             _send(func, args, kwargs, grad, result)
         except Exception as exc:
             complete(result, Error(exc))
 
     all_of: Any = collect_all(waits)
-    all_of.add_done_callback(go)
+    all_of.add_done_callback(send_now)
     return result
 
 
-def _send(func: Any, args: Any, kwargs: Any, grad: bool, result: Any) -> None:
-    worker = _workers.take()
+def _send(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    grad: bool,
+    result: Future[Any],
+) -> None:
+    """Send a task to a worker; ``result`` completes with the reply."""
+    worker = _workers.acquire()
     try:
         task, leaves = _pack(func, args, kwargs, grad, worker)
-        future = call_without_context(current.get_agent().lookup(worker).id, _run, (task,), None)
+        worker_id = current.get_agent().lookup(worker).id
+        future = call_without_context(worker_id, _run, (task,), None)
     except BaseException:
-        _workers.give_back(worker)
+        _workers.release(worker)
         raise
 
-    def arrived(done: Any) -> None:
-        _workers.give_back(worker)
+    def on_reply(done: Any) -> None:
+        _workers.release(worker)
         complete(result, attempt(lambda: _unpack(done.value(), leaves)))
 
-    future.add_done_callback(arrived)
+    future.add_done_callback(on_reply)
 
 
 def _pack(
-    func: Any, args: Any, kwargs: Any, grad: bool, worker: str
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, worker: str
 ) -> tuple[_Task, list[torch.Tensor]]:
-    """Return a task for a worker, and the tensors here that its result is to be joined to."""
+    """Return a task for a worker, and the tensors here that gradients of its result go to."""
     inputs: list[torch.Tensor] = []
-    modules: dict[Any, _Kept] = {}
+    modules: dict[Any, _ModuleCopy] = {}
 
-    def keep(module: Any) -> _Kept:
+    def copy_of(module: Any) -> _ModuleCopy:
         if module not in modules:
-            modules[module] = _Kept(_kept.at(worker, module))
+            modules[module] = _ModuleCopy(_copies.at(worker, module))
         return modules[module]
 
     def pack(value: Any) -> Any:
         if isinstance(value, _Module):
-            return keep(value)
+            return copy_of(value)
         if isinstance(value, Future):
-            return _Settled(attempt(value.wait))
+            return _DoneFuture(attempt(value.wait))
         if isinstance(value, torch.Tensor) and value.requires_grad:
             inputs.append(value)
-            return _Slot(len(inputs) - 1)
+            return _TensorSlot(len(inputs) - 1)
         return value
 
     owner = getattr(func, "__self__", None)
     if isinstance(owner, _Module) and hasattr(type(owner), func.__name__):
-        func = _Kept(keep(owner).rref, func.__name__)
+        func = _ModuleCopy(copy_of(owner).rref, func.__name__)
     else:
         func = pack(func)
     args, kwargs = tree_map(pack, (args, kwargs))
-    joined = [
+    parameters = [
         parameter
         for module in modules
         for parameter in module.parameters()
@@ -201,33 +219,35 @@ def _pack(
     ]
     bare = [each.detach() for each in inputs]
     task = _Task(func, args, kwargs, grad, bare, list(modules.values()))
-    return task, [*inputs, *joined] if grad else []
+    return task, [*inputs, *parameters] if grad else []
 
 
-class _Modules:
-    """The modules that workers keep for this process."""
+class _ModuleCopies:
+    """The copies of this process's modules on workers; a copy goes with its module."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rrefs: Any = weakref.WeakKeyDictionary()
+        # by module, and the worker's token: the module's fingerprint and the copy
+        self._rrefs: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, RRef[Any]]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def at(self, worker: str, module: Any) -> RRef[Any]:
-        """Return the RRef of a module as it is now, at a worker."""
+        """Return a worker's copy of a module as it is now; send the module if it must be."""
         token = current.get_agent().lookup(worker).token
-        state = _state(module)
+        fingerprint = _fingerprint(module)
         with self._lock:
-            known = self._rrefs.setdefault(module, {})
-            if token not in known or known[token][0] != state:
-                known[token] = state, api.remote(worker, _keep, args=(module,))
-            rref: RRef[Any] = known[token][1]
-            return rref
+            copies = self._rrefs.setdefault(module, {})
+            if token not in copies or copies[token][0] != fingerprint:
+                copies[token] = fingerprint, api.remote(worker, _itself, args=(module,))
+            return copies[token][1]
 
 
-_kept = _Modules()
+_copies = _ModuleCopies()
 
 
-def _state(module: Any) -> Any:
-    """Return what differs if a module was changed: by its tensors, or plain attributes."""
+def _fingerprint(module: Any) -> Any:
+    """Return a value that differs after a module's tensors or plain attributes were changed."""
     plain = (bool, int, float, str, tuple, type(None))
     attributes = [
         (name, key, value)
@@ -240,31 +260,31 @@ def _state(module: Any) -> Any:
 
 
 def _checksum(tensor: torch.Tensor) -> Any:
-    """Return a number that depends on all bytes; ``.data`` can be changed without a new version."""
+    """Return a value that depends on all bytes: changes through ``.data`` keep the version."""
     size = tensor.numel() * tensor.element_size()
-    known = (tuple(tensor.shape), tensor._version, tensor.data_ptr())
+    identity = (tuple(tensor.shape), tensor._version, tensor.data_ptr())
     if tensor.layout is not torch.strided or not tensor.is_contiguous() or size == 0:
-        return known
+        return identity
     flat = tensor.view(-1).view(torch.int64 if size % 8 == 0 else torch.uint8)
-    return (*known, int(flat.sum()))
+    return (*identity, int(flat.sum()))
 
 
 def _unpack(reply: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return a task's result, joined to the graph here."""
+    """Return a task's result; tensors that require grad are outputs of a node here."""
     value, tensors, graph = reply
     if tensors:
         with torch.enable_grad():
-            tensors = _forked.apply(graph, tensors, *leaves)
+            tensors = _task_function.apply(graph, tensors, *leaves)
 
     def unpack(each: Any) -> Any:
-        if isinstance(each, _Slot):
+        if isinstance(each, _TensorSlot):
             return tensors[each.number]
-        return each.future() if isinstance(each, _Settled) else each
+        return each.future() if isinstance(each, _DoneFuture) else each
 
     return tree_map(unpack, value)
 
 
-class _Forked(torch.autograd.Function):
+class _TaskFunction(torch.autograd.Function):
     """A task as a node of the local graph."""
 
     @staticmethod
@@ -280,7 +300,7 @@ class _Forked(torch.autograd.Function):
         return None, None, *start_without_context(owner, _backward, args, None)()
 
 
-_forked: Any = _Forked
+_task_function: Any = _TaskFunction
 
 
 # -- the worker ---------------------------------------------------------------------------------
@@ -293,21 +313,22 @@ class _Graph(NamedTuple):
     leaves: list[torch.Tensor]
 
 
-def _keep(module: Any) -> Any:
+def _itself(module: Any) -> Any:
     return module
 
 
 @async_execution
-def _run(task: _Task) -> Any:
+def _run(task: _Task) -> Future[Any]:
+    """Run a task; return a Future of the reply."""
     inputs = [each.requires_grad_() for each in task.inputs]
 
     def unpack(value: Any) -> Any:
-        if isinstance(value, _Slot):
+        if isinstance(value, _TensorSlot):
             return inputs[value.number]
-        if isinstance(value, _Kept):
+        if isinstance(value, _ModuleCopy):
             module = value.rref.local_value()
             return getattr(module, value.method) if value.method else module
-        return value.future() if isinstance(value, _Settled) else value
+        return value.future() if isinstance(value, _DoneFuture) else value
 
     func, args, kwargs = tree_map(unpack, (task.func, task.args, task.kwargs))
     with torch.set_grad_enabled(task.grad):
@@ -316,12 +337,21 @@ def _run(task: _Task) -> Any:
     return _reply(value, leaves)
 
 
-def _parameters(modules: list[_Kept]) -> list[torch.Tensor]:
-    return [p for kept in modules for p in kept.rref.local_value().parameters() if p.requires_grad]
+def _parameters(copies: list[_ModuleCopy]) -> list[torch.Tensor]:
+    return [p for copy in copies for p in copy.rref.local_value().parameters() if p.requires_grad]
 
 
-def _reply(value: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return a Future of what to send, which is there when the Futures in the value are done."""
+def _reply(value: Any, leaves: list[torch.Tensor]) -> Future[Any]:
+    """Return a Future of the reply, which completes once the Futures in the value are done.
+
+    Args:
+        value: the task's result.
+        leaves: the tensors of the task that require grad.
+
+    Returns:
+        Of the value with its Futures and tensors that require grad replaced, those tensors
+        without their graph, and an RRef of the graph; None if there is no graph.
+    """
     waits: list[Any] = []
     results: list[torch.Tensor] = []
 
@@ -332,16 +362,16 @@ def _reply(value: Any, leaves: list[torch.Tensor]) -> Any:
             if not leaves:
                 return each.detach()
             results.append(each)
-            return _Slot(len(results) - 1)
+            return _TensorSlot(len(results) - 1)
         return each
 
     packed = tree_map(pack, value)
     graph = RRef(_Graph(results, leaves)) if results else None
-    reply: Any = Future()
+    reply: Future[Any] = Future()
 
     def send(_: Any = None) -> None:
-        settled = tree_map_only(Future, lambda future: _Settled(attempt(future.wait)), packed)
-        reply.set_result((settled, [result.detach() for result in results], graph))
+        done = tree_map_only(Future, lambda future: _DoneFuture(attempt(future.wait)), packed)
+        reply.set_result((done, [result.detach() for result in results], graph))
 
     if waits:
         all_of: Any = collect_all(waits)
@@ -352,6 +382,7 @@ def _reply(value: Any, leaves: list[torch.Tensor]) -> Any:
 
 
 def _backward(rref: RRef[_Graph], gradients: Any) -> Any:
+    """Return the gradients of a graph's leaves, None for a leaf that was not used."""
     results, leaves = rref.local_value()
     ends = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
     if not ends:
@@ -360,6 +391,6 @@ def _backward(rref: RRef[_Graph], gradients: Any) -> Any:
         [result for result, _ in ends],
         leaves,
         [gradient for _, gradient in ends],
-        retain_graph=True,  # it goes with the RRef
+        retain_graph=True,  # the graph lives as long as its RRef
         allow_unused=True,
     )

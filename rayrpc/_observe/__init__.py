@@ -1,1 +1,6 @@
-"""What can be seen of calls."""
+"""Observation of calls, by hooks on their path; no other code asks whether it is on.
+
+- ``profiler``: ``ProfilerHook``, calls as events of torch's autograd profiler.
+
+Invariant: a call that nothing observes pays for one look at the hook, ``Hook.wants``.
+"""

@@ -1,4 +1,7 @@
-"""Calls as events of torch's legacy autograd profiler, under torch's names."""
+"""Calls as events of torch's legacy autograd profiler, under torch's names.
+
+Torch's newer profiler, Kineto, records no events of calls; neither does this.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,18 @@ from rayrpc._runtime.hooks import Hook, OutgoingCall
 __all__ = ["ProfilerHook", "profiling_key"]
 
 _autograd: Any = torch.autograd
-_profiler_enabled = _autograd._profiler_enabled  # asked on every call
+_profiler_enabled = _autograd._profiler_enabled  # bound once: it runs on every call
 
 
 def profiling_key(mode: str, func_name: str, src: str, dst: str) -> str:
-    """Return the name of a call's event: ``rpc_sync#aten::add(worker0 -> worker1)``."""
+    """Return the name of a call's event: ``rpc_sync#aten::add(worker0 -> worker1)``.
+
+    Args:
+        mode: "sync", "async" or "remote".
+        func_name: of the function that the call runs.
+        src: name of the caller.
+        dst: name of the callee.
+    """
     return f"rpc_{mode}#{func_name}({src} -> {dst})"
 
 
@@ -31,10 +41,7 @@ def _name_of(func: Any) -> str:
 
 
 class ProfilerHook(Hook):
-    """Record the calls of a thread that profiles.
-
-    Kineto's profiler is not concerned, as in torch.
-    """
+    """Record the calls of a thread that runs the legacy profiler."""
 
     name = "profiler"
     needs_future = True
