@@ -1,4 +1,4 @@
-"""Backward passes over real workers: contexts, gradients, errors, and what is left after."""
+"""Backward passes over real workers: contexts, gradients, errors, and leaks."""
 
 import gc
 import os
@@ -101,7 +101,7 @@ class TestGradients:
                 w,
             )
 
-    def test_what_was_not_used_is_not_waited_for(self, workers, leaves):
+    def test_messages_that_were_not_used_are_not_waited_for(self, workers, leaves):
         """Torch's own pass would wait for ever here."""
         x, w = leaves
         with autograd.context() as context_id:
@@ -110,7 +110,7 @@ class TestGradients:
             autograd.backward(context_id, [kept[0].sum()])
             check(autograd.get_gradients(context_id), targets.step(x, w).sum(), x, w)
 
-    def test_a_worker_is_passed_as_often_as_the_graph_does(self, workers, leaves):
+    def test_a_pass_reaches_a_worker_as_often_as_the_graph_does(self, workers, leaves):
         x, w = leaves
         rounds = 12
         with autograd.context() as context_id:
@@ -123,7 +123,7 @@ class TestGradients:
                 local = targets.step(local, w) + x
             check(autograd.get_gradients(context_id), local.sum(), x, w)
 
-    def test_hooks_of_tensors_see_them(self, workers, leaves):
+    def test_hooks_of_tensors_get_them(self, workers, leaves):
         x, w = leaves
         x.register_hook(lambda gradient: gradient * 2)
         with autograd.context() as context_id:
@@ -134,8 +134,8 @@ class TestGradients:
             check(autograd.get_gradients(context_id), (targets.step(x * 1, w) + x).sum(), x, w)
         torch.testing.assert_close(seen[0], torch.ones(3, 3))
 
-    def test_parameters_are_joined_as_torch_does_it(self, workers):
-        """An operator takes part in their graph; what a function of the user's gets is a leaf."""
+    def test_parameters_are_recorded_as_torch_does_it(self, workers):
+        """A call of an operator extends their graph; a user's function gets a leaf."""
         parameter = torch.nn.Parameter(torch.rand(3))
         with autograd.context() as context_id:
             out = rpc.rpc_sync("alice", torch.mul, args=(parameter, torch.ones(3)))
@@ -239,7 +239,7 @@ def run_program(program, leaves, is_local):
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@example(  # alice must begin before her first gradients from here: bob's come before
+@example(  # alice must begin before her first gradients from the leader: bob sends her his first
     program=[
         ("multiply", 77, 93, "here"),
         ("matmul", 94, 65, "alice"),
@@ -296,13 +296,13 @@ class TestContexts:
         ):
             pass
 
-    def test_end_also_where_they_came_after_their_end(self, workers, leaves):
+    def test_end_also_at_workers_that_are_first_called_after_their_end(self, workers, leaves):
         with autograd.context():
             slow = rpc.rpc_async("bob", targets.nap, args=(0.5,))
             late = slow.then(lambda _: rpc.rpc_sync("alice", targets.step, args=leaves))
         late.wait()
 
-    def test_end_also_where_a_call_that_says_so_cannot_be_read(self, workers, leaves):
+    def test_end_also_where_the_call_with_their_release_cannot_be_decoded(self, workers, leaves):
         x, w = leaves
         with autograd.context():
             rpc.rpc_sync("alice", targets.step, args=(x, w))

@@ -165,7 +165,7 @@ class TestModules:
                 assert torch.equal(jit.wait(jit.fork(model, x)), model(x))
                 change(model)
 
-    def test_workers_let_go_of_a_module_that_is_gone(self, x, forkers):
+    def test_workers_drop_their_copies_of_a_collected_module(self, x, forkers):
         model = Model()
         for future in [jit.fork(model, x) for _ in range(2)]:
             jit.wait(future)
@@ -212,7 +212,7 @@ class TestGradients:
 
 
 class TestScript:
-    def test_what_forks_stays_in_python_and_the_rest_is_compiled(self, x):
+    def test_code_that_forks_stays_in_python_and_other_code_is_compiled(self, x):
         def forks(t):
             future = jit.fork(negate, t)
             return jit.wait(future)

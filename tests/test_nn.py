@@ -90,7 +90,7 @@ def test_other_methods_of_modules_say_that_they_are_not_supported(module):
         module.parameters()
 
 
-def test_what_is_no_module_is_refused_where_it_is_used(workers):
+def test_an_object_that_is_no_module_is_refused_when_it_is_used(workers):
     module = nn.RemoteModule("alice", dict)
     with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
         module(1)

@@ -111,7 +111,7 @@ def test_steps_of_several_trainers_all_count(owners):
     assert owners[0].rpc_sync().state()[0].tolist() == [1.0 - 20.0] * 2
 
 
-def test_errors_of_all_workers_are_told_together(owners):
+def test_errors_of_all_workers_are_raised_together(owners):
     rrefs = [owner.rpc_sync().share() for owner in owners]
     optimizer = optim.DistributedOptimizer(Refuses, rrefs, "anywhere")
     with autograd.context() as context_id:

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from rayrpc._autograd.accumulate import LeafGradients, add, hooked_nodes, suspend_hooks
 
-__all__ = ["ROOTS", "Entry", "GradGraph", "Stage"]
+__all__ = ["Entry", "GradGraph", "ROOTS", "Stage"]
 
 #: the key of the entry of a pass's roots, beside the ids of messages
 ROOTS = -1

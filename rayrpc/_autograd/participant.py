@@ -11,13 +11,15 @@ The worker that calls ``backward`` leads the pass (``leader.py``):
    and each worker runs its part (``graph.py``) as they arrive.  Gradients for the worker that sent
    them are returned in the reply.
 
-The state of a part; a part whose graph has been run is done, whether or not others have replied to
-its gradients, but the leader's waits for all others:
+The state of a part:
 
-    WAITING ──gradients──> RUNNING ──gradients, while a thread runs stages──> RERUN
+    WAITING ──gradients──> RUNNING ──gradients, while a thread runs a stage──> RERUN
     WAITING <──no stage is ready── RUNNING <──next stage── RERUN
-                           RUNNING, RERUN ──last stage──> FINISHED ──all parts are done──> DONE
-    any but DONE ──error, abort──> FAILED
+                                   RUNNING, RERUN ──last stage──> FINISHED ──> DONE
+    any but DONE ──error, abort, release of the context──> FAILED
+
+A part in FINISHED is done at once, whether or not other workers have replied to its gradients; only
+the leader's part stays there until all other parts are done.
 
 The leader learns of the end by the reply to *begin*; or, if the part can only go on with gradients
 from the leader, by the reply to its next request.  So two workers alternate, and each message of a
@@ -28,7 +30,7 @@ pass between them is the reply to another.  Whether a request of the leader is o
 An error while it is not due is sent to the leader by a call (``abort_part``).
 
 Torch describes such a pass as its SMART mode, and has built the FAST one, which takes every message
-of the context for used.
+of the context as used.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from rayrpc._runtime import current
 from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = [
+    "DONE",
     "ENDED",
     "FAILED",
     "NEEDS_GRADIENTS",

@@ -1,4 +1,4 @@
-"""Gradients of leaves: their sums, whose memory they have, and the hooks that see them."""
+"""Gradients of leaves: their sums, their memory, and their hooks."""
 
 import threading
 

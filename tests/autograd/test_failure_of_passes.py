@@ -1,4 +1,4 @@
-"""Workers that die while distributed autograd needs them: errors at once, and nothing is left.
+"""Workers that die while distributed autograd needs them: errors at once, and no leak.
 
 The promise is 1 s from the death; the tests allow 3 s, for machines that are busy.
 """
@@ -21,7 +21,7 @@ SECONDS = 3.0
 
 
 def contexts_at(name):
-    """Ask outside of all contexts: a call takes the one of its thread along."""
+    """Ask in a thread without a context: a call carries its thread's."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         info = pool.submit(rpc.rpc_sync, name, autograd._get_debug_info).result()
     return int(info["num_autograd_contexts"])
@@ -59,7 +59,7 @@ def doomed(ray_cluster):
 
 
 def kill_soon(pid):
-    """Kill a process in a second; return a list that the time of that will be in."""
+    """Kill a process in a second; return a list for the time of its death."""
     killed = []
 
     def kill():
@@ -82,7 +82,7 @@ class TestDeaths:
         assert eventually(lambda: contexts_at("carol") == 0)
 
     def test_a_worker_that_dies_while_another_takes_long_is_an_error_at_once(self, doomed, leaves):
-        """The pass comes to dave after carol, who is what it waits for now."""
+        """The pass reaches dave after carol, for whose part the leader waits."""
         x, w = leaves
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", hang_here, args=("dave", x, w))
@@ -91,7 +91,7 @@ class TestDeaths:
                 autograd.backward(context_id, [y.sum()])
             assert time.monotonic() - killed[0] < SECONDS
 
-    def test_a_death_keeps_its_kind_when_a_worker_that_is_done_tells_of_it(self, doomed):
+    def test_a_death_keeps_its_type_when_a_worker_that_is_done_reports_it(self, doomed):
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", targets.call_on, args=("dave", hang_alone))
             kill_soon(doomed["dave"])
@@ -106,7 +106,7 @@ class TestDeaths:
                 autograd.backward(context_id, [y.sum()])
         assert autograd._get_debug_info()["num_current_backward_passes"] == "0"
 
-    def test_a_pass_that_needs_a_worker_that_is_gone_fails(self, doomed, leaves):
+    def test_a_pass_that_needs_a_dead_worker_fails(self, doomed, leaves):
         x, w = leaves
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", targets.step, args=(x, w))
@@ -125,7 +125,7 @@ class TestDeaths:
         assert eventually(lambda: contexts_at("dave") == 0)
         del opened
 
-    def test_contexts_end_with_the_worker_that_they_came_from(self, doomed, leaves):
+    def test_contexts_end_with_the_only_worker_that_called_in_them(self, doomed, leaves):
         x, w = leaves
         with autograd.context():
             rpc.rpc_async("carol", relay_and_wait, args=(x, w))

@@ -1,4 +1,4 @@
-"""One worker's part of the graph in a pass: what waits for what, and what gradients come out."""
+"""One worker's part of the graph in a pass: which stages run when, and their gradients."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_part_runs_in_stages_and_yields_the_gradients_of_the_whole(weight):
     torch.testing.assert_close(gradients[weight], expected)
 
 
-def test_hooks_of_a_leaf_see_its_whole_gradient_once(weight):
+def test_hooks_of_a_leaf_get_its_whole_gradient_once(weight):
     seen = []
     weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient.abs().sqrt())
     gradients, whole = run_alternating(weight)
@@ -73,7 +73,7 @@ def test_hooks_of_a_leafs_node_run_once_and_leave_its_grad_alone(weight, registe
     torch.testing.assert_close(gradients[weight], expected)
 
 
-def test_hooks_of_a_leafs_node_are_seen_whenever_they_were_registered(weight):
+def test_hooks_of_a_leafs_node_run_whenever_they_were_registered(weight):
     run_alternating(weight)
     run_alternating(weight)  # by now it is known that there are none
     runs = []
@@ -139,7 +139,7 @@ def test_a_message_without_any_gradient_is_passed_on(weight):
     assert stage.exits == {node: {}} and totals_of(stage) == {}
 
 
-def test_what_was_received_may_be_sent_on_as_it_is():
+def test_a_received_tensor_may_be_sent_on_as_it_is():
     one, node = received(torch.rand(3))
     graph = GradGraph({1: entry(one)}, retain=False)
     graph.add_gradients(1, [torch.full((3,), 7.0)])
