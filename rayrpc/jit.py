@@ -19,6 +19,7 @@ from rayrpc import api
 from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start_task
+from rayrpc._runtime.invocation import Invocation
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.rref import RRef
 
@@ -94,8 +95,14 @@ def fork(func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
 
     Source: ``torch.jit.fork``.
     """
-    future: Future[T] = start_task(func, args, kwargs)
+    future: Future[T] = start_task(Invocation(func, args, kwargs), _start_workers)
     return future
+
+
+def _start_workers(prefix: str) -> None:
+    from rayrpc.launch.task_workers import start_forkers  # it imports ray
+
+    start_forkers(prefix)
 
 
 def wait(future: Future[T]) -> T:

@@ -16,21 +16,23 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.futures import Future, collect_all
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from rayrpc import api
 from rayrpc._autograd.hook import call_without_context, start_without_context
 from rayrpc._concurrency.outcome import Error, Outcome, attempt, complete
 from rayrpc._runtime import current
+from rayrpc._runtime.invocation import Invocation
 from rayrpc.functions import async_execution
 from rayrpc.rref import RRef
 
 __all__ = ["start_task"]
+
+StartWorkers = Callable[[str], None]
 
 WORKER_PREFIX = "fork-"  # of the names of workers that serve only tasks
 
@@ -94,10 +96,17 @@ class _Workers:
         self._tasks: dict[str, int] = {}
         self._turn = itertools.count()
 
-    def acquire(self) -> str:
-        """Return the worker with the fewest of our tasks, and count one more until ``release``."""
+    def acquire(self, start_workers: StartWorkers) -> str:
+        """Return the worker with the fewest of our tasks, and count one more until ``release``.
+
+        Args:
+            start_workers: called if there are no workers for tasks.
+        """
         with self._lock:
-            names = self._names()
+            names = self._members()
+            if not names:
+                start_workers(WORKER_PREFIX)
+                names = self._members()
             first = next(self._turn) % len(names)
             name = min(names[first:] + names[:first], key=lambda name: self._tasks.get(name, 0))
             self._tasks[name] = self._tasks.get(name, 0) + 1
@@ -107,14 +116,6 @@ class _Workers:
         """Count one task less at a worker."""
         with self._lock:
             self._tasks[name] -= 1
-
-    def _names(self) -> list[str]:
-        if not (names := self._members()):
-            from rayrpc.launch.task_workers import start_forkers  # imports ray
-
-            start_forkers(WORKER_PREFIX)
-            names = self._members()
-        return names
 
     def _members(self) -> list[str]:
         """Return the workers for tasks; in a group of fixed size, which none can join, all."""
@@ -133,24 +134,35 @@ class _Workers:
 _workers = _Workers()
 
 
-def start_task(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Future[Any]:
+def _copy_to(worker: str, module: Any) -> RRef[Any]:
+    """Return an RRef to a copy of a module that a worker makes and keeps."""
+    agent = current.get_agent()
+    copy = Invocation(_itself, (module,))
+    return cast("RRef[Any]", agent.caller.remote(agent.lookup(worker), copy, agent.default_timeout))
+
+
+def start_task(invocation: Invocation, start_workers: StartWorkers) -> Future[Any]:
     """Start a task once the Futures among its arguments are done; see ``rayrpc.jit.fork``.
+
+    Args:
+        invocation: the function and its arguments.
+        start_workers: starts workers for tasks, whose names begin with the given prefix, if there
+            are none.
 
     Returns:
         A Future of the task's result.
     """
     result: Future[Any] = Future()
-    waits = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Future)]
+    arguments = (invocation.args, invocation.kwargs)
+    waits = [each for each in tree_leaves(arguments) if isinstance(each, Future)]
     grad = torch.is_grad_enabled()
     if not waits:
-        _send(func, args, kwargs, grad, result)
+        _send(invocation, grad, result, start_workers)
         return result
 
     def send_now(_: Any) -> None:
         try:
-            _send(func, args, kwargs, grad, result)
+            _send(invocation, grad, result, start_workers)
         except Exception as exc:
             complete(result, Error(exc))
 
@@ -160,16 +172,12 @@ def start_task(
 
 
 def _send(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    grad: bool,
-    result: Future[Any],
+    invocation: Invocation, grad: bool, result: Future[Any], start_workers: StartWorkers
 ) -> None:
     """Send a task to a worker; ``result`` completes with the reply."""
-    worker = _workers.acquire()
+    worker = _workers.acquire(start_workers)
     try:
-        task, leaves = _pack(func, args, kwargs, grad, worker)
+        task, leaves = _pack(invocation, grad, worker)
         worker_id = current.get_agent().lookup(worker).id
         future = call_without_context(worker_id, _run, (task,), None)
     except BaseException:
@@ -183,10 +191,9 @@ def _send(
     future.add_done_callback(on_reply)
 
 
-def _pack(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], grad: bool, worker: str
-) -> tuple[_Task, list[torch.Tensor]]:
+def _pack(invocation: Invocation, grad: bool, worker: str) -> tuple[_Task, list[torch.Tensor]]:
     """Return a task for a worker, and the tensors here that gradients of its result go to."""
+    func: Any = invocation.func
     inputs: list[torch.Tensor] = []
     modules: dict[Any, _ModuleCopy] = {}
 
@@ -210,7 +217,7 @@ def _pack(
         func = _ModuleCopy(copy_of(owner).rref, func.__name__)
     else:
         func = pack(func)
-    args, kwargs = tree_map(pack, (args, kwargs))
+    args, kwargs = tree_map(pack, (invocation.args, invocation.kwargs))
     parameters = [
         parameter
         for module in modules
@@ -239,7 +246,7 @@ class _ModuleCopies:
         with self._lock:
             copies = self._rrefs.setdefault(module, {})
             if token not in copies or copies[token][0] != fingerprint:
-                copies[token] = fingerprint, api.remote(worker, _itself, args=(module,))
+                copies[token] = fingerprint, _copy_to(worker, module)
             return copies[token][1]
 
 
