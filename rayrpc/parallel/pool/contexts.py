@@ -9,11 +9,20 @@ from typing import Any
 from rayrpc.parallel.pickle import loads
 from rayrpc.parallel.pool.tasks import Task, mapstar, starmapstar
 
-__all__ = ["CtxPoolStorage", "checked", "enter", "proxy_ctx_caller", "with_context"]
+__all__ = [
+    "CtxPoolStorage",
+    "add_context",
+    "check_contexts",
+    "initialize_context",
+    "proxy_ctx_caller",
+]
 
 
 class CtxPoolStorage:
-    """Where a worker process of a ``CtxPool`` has its context.
+    """Hold the context of a ``CtxPool``'s worker, in the worker's process.
+
+    Attributes:
+        storage (Any): the context; None outside of a worker.
 
     Source: ``machin.parallel.pool.CtxPoolStorage``.
     """
@@ -25,11 +34,14 @@ def proxy_ctx_caller(*input_: Any) -> Any:
     """Call a serialized function with the context of this worker.
 
     Args:
-        *input_: bytes that ``rayrpc.parallel.pickle.dumps`` made of a function, its arguments and
-            its keyword arguments; or one tuple of these three.
+        *input_: a function pickled by ``rayrpc.parallel.pickle.dumps`` (bytes), its arguments
+            (tuple) and its keyword arguments (dict); or one tuple of these three.
 
     Returns:
         What the function returns.
+
+    Raises:
+        Exception: what the function raises.
 
     Source: ``machin.parallel.pool.proxy_ctx_caller``.
     """
@@ -37,11 +49,11 @@ def proxy_ctx_caller(*input_: Any) -> Any:
     return loads(data)(CtxPoolStorage.storage, *args, **kwargs)
 
 
-def checked(processes: int, contexts: Sequence[Any] | None) -> list[Any]:
-    """Return a context for each worker.
+def check_contexts(processes: int, contexts: Sequence[Any] | None) -> list[Any]:
+    """Return one context for each worker, None where none are given.
 
     Raises:
-        ValueError: they are not as many.
+        ValueError: the number of contexts is not that of the workers.
     """
     if contexts is None:
         return [None] * processes
@@ -53,17 +65,21 @@ def checked(processes: int, contexts: Sequence[Any] | None) -> list[Any]:
     return list(contexts)
 
 
-def enter(context: Any, initializer: Callable[..., Any] | None, *initargs: Any) -> None:
-    """Be the initializer of a worker process with a context."""
+def initialize_context(
+    context: Any, initializer: Callable[..., object] | None, *initargs: Any
+) -> None:
+    """Set the context of this worker process, then call the pool's initializer."""
     CtxPoolStorage.storage = context
     if initializer is not None:
         initializer(*initargs)
 
 
-def with_context(context: Callable[[], Any], get: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what gets tasks with a context as the functions' first argument."""
+def add_context(
+    context: Callable[[], Any], get: Callable[[], Task | None]
+) -> Callable[[], Task | None]:
+    """Return a ``get`` whose tasks have the worker's context as the function's first argument."""
 
-    def get_one() -> Task | None:
+    def get_with_context() -> Task | None:
         task = get()
         if task is None:
             return None
@@ -74,4 +90,4 @@ def with_context(context: Callable[[], Any], get: Callable[[], Any]) -> Callable
             args = (context(), *args)
         return job, index, func, args, kwds
 
-    return get_one
+    return get_with_context

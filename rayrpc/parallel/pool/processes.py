@@ -1,7 +1,4 @@
-"""Pools whose workers are processes all over the cluster.
-
-The other end, a worker, is in ``serving.py``.
-"""
+"""Pools whose workers are processes on all nodes of the cluster; a worker is in ``worker.py``."""
 
 from __future__ import annotations
 
@@ -16,53 +13,56 @@ from typing import Any
 from rayrpc._concurrency.outcome import Error, Value, attempt
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 from rayrpc.launch.worker_pool import WorkerPool, count_cpus
-from rayrpc.parallel.pool.base import BasePool, PoolStates
-from rayrpc.parallel.pool.contexts import CtxPoolStorage, checked, enter, with_context
-from rayrpc.parallel.pool.scheduler import Scheduler
-from rayrpc.parallel.pool.serving import Order, pools, serve, tell
-from rayrpc.parallel.pool.shipping import (
-    Outbound,
-    prepared,
-    unpacked,
+from rayrpc.parallel.pool.base import BasePool, PoolStates, Setup
+from rayrpc.parallel.pool.contexts import (
+    CtxPoolStorage,
+    add_context,
+    check_contexts,
+    initialize_context,
 )
+from rayrpc.parallel.pool.scheduler import Scheduler
+from rayrpc.parallel.pool.task_codec import TaskEncoder, decode_object, prepare_function
 from rayrpc.parallel.pool.tasks import Result, Task
+from rayrpc.parallel.pool.worker import WorkerSpec, collect_results, pools, run_worker
 
 __all__ = ["CtxPool", "P2PPool", "Pool"]
 
-AGAIN_SECONDS = 0.1  # after a connection was cut
 
-Setup = tuple[Callable[..., Any] | None, tuple[Any, ...]]
+class _Worker:
+    """A worker as its pool sees it.
 
+    Args:
+        number (int): its place in the pool, from 0.
+        name (str): unique among the workers of this process's pools.
+        copy_tensors (bool): send tensors by value.
+    """
 
-class _Process:
-    """A worker as its pool knows it."""
-
-    def __init__(self, number: int, name: str, copies: bool) -> None:
+    def __init__(self, number: int, name: str, copy_tensors: bool) -> None:
         self.number = number
         self.name = name
-        self.way = Outbound(copies)
+        self.encoder = TaskEncoder(copy_tensors)
         self.ended = threading.Event()
-        self.error: BaseException | None = None  # that ends the pool
+        self.error: BaseException | None = None  # set before ``ended``; it ends the pool
 
 
 class Pool(BasePool):
-    """A pool of Ray workers, on all nodes of the cluster.
+    """Run tasks in Ray workers, on all nodes of the cluster.
 
-    Lambdas and local functions can be given to it.  A worker that dies while it has tasks is
-    replaced; the tasks fail with ``WorkerDiedError``.
+    Lambdas and local functions may be tasks.  A worker that dies is replaced; the tasks that it
+    had fail with ``WorkerDiedError``.
 
     Args:
-        processes (int, optional): the number of workers; default: of the cluster's CPUs.
+        processes (int, optional): number of workers; default: of the cluster's CPUs.
         initializer, initargs, maxtasksperchild: as for ``BasePool``.
         is_recursive (bool): accepted for machin's sake: what local functions refer to is sent.
         is_daemon (bool): accepted for machin's sake: workers end with this process.
-        is_copy_tensor (bool): send the values of tensors; else workers, all on this node, see
-            the memory of tensors in arguments and results, which are moved to shared memory.
-        share_method (str): if not ``is_copy_tensor``: "cpu", or "cuda".
+        is_copy_tensor (bool): send tensors by value.  Else all workers are on this node, and the
+            tensors of arguments and results are moved to memory that they share.
+        share_method (str): "cpu" or "cuda"; needed if not ``is_copy_tensor``.
 
     Raises:
         RuntimeError: ``share_method`` is neither.
-        PlacementError: the cluster has not what the setting ``workers`` asks for.
+        PlacementError: the cluster lacks what the setting ``workers`` asks for.
 
     Source: ``machin.parallel.pool.Pool``.
     """
@@ -70,7 +70,7 @@ class Pool(BasePool):
     def __init__(
         self,
         processes: int | None = None,
-        initializer: Callable[..., Any] | None = None,
+        initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         maxtasksperchild: int | None = None,
         is_recursive: bool = False,
@@ -89,94 +89,98 @@ class Pool(BasePool):
     def _count_cpus(self) -> int:
         return count_cpus()
 
-    def _prepared(self, func: Callable[..., Any]) -> Any:
-        func = super()._prepared(func)
-        return prepared(func) if self._is_copy_tensor else func
+    def _prepare(self, func: Callable[..., Any]) -> Any:
+        func = super()._prepare(func)
+        return prepare_function(func) if self._is_copy_tensor else func
 
     def setup_queues(self) -> None:
-        """Make the scheduler that workers ask for tasks, and a queue of results."""
+        """Make the scheduler that answers workers, and the queue of results."""
         self._key = uuid.uuid4().hex
-        self._named: dict[str, _Process] = {}
+        self._by_name: dict[str, _Worker] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._scheduler = Scheduler(self._results.put, self._pack)
+        self._scheduler = Scheduler(self._results.put, self._encode)
         self._worker_pool = WorkerPool(here=not self._is_copy_tensor, at_exit=self.terminate)
         pools[self._key] = self
 
-    def _pack(self, name: str, tasks: list[Task]) -> Any:
-        process = self._named.get(name)
-        return None if process is None else process.way.tasks(tasks)
+    def _encode(self, name: str, tasks: list[Task]) -> Any:
+        worker = self._by_name.get(name)
+        return None if worker is None else worker.encoder.encode(tasks)
 
     def repopulate_pool(self) -> None:
         """Start workers until there are as many as there should be."""
         missing = sorted(set(range(self._processes)) - {each.number for each in self._pool})
         for number, name in zip(missing, self._worker_pool.start(len(missing)), strict=True):
-            process = _Process(number, name, self._is_copy_tensor)
-            self._named[process.name] = process
-            self._pool.append(process)
-            self._scheduler.add(process.name, self._maxtasksperchild)
-            initializer, initargs = self._setup_of(process.number)
-            order = Order(
+            worker = _Worker(number, name, self._is_copy_tensor)
+            self._by_name[name] = worker
+            self._pool.append(worker)
+            self._scheduler.add_worker(name, self._maxtasksperchild)
+            initializer, initargs = self._worker_setup(number)
+            spec = WorkerSpec(
                 self._key,
-                process.name,
+                name,
                 self._is_copy_tensor,
                 self.worker,
-                prepared(initializer),
+                prepare_function(initializer),
                 initargs,
                 self._maxtasksperchild,
             )
-            future = self._worker_pool.call(process.name, serve, (order,))
-            future.add_done_callback(functools.partial(self._ended, process))
+            future = self._worker_pool.call(name, run_worker, (spec,))
+            future.add_done_callback(functools.partial(self._on_ended, worker))
 
-    def _ended(self, process: _Process, future: Any) -> None:
+    def _on_ended(self, worker: _Worker, future: Any) -> None:
         outcome = attempt(future.value)
         error = outcome.error if isinstance(outcome, Error) else None
-        left: BaseException = error or CallError(
-            f"worker {process.name!r} of a pool ended before it did its task"
+        error_of_tasks: BaseException = error or CallError(
+            f"worker {worker.name!r} of a pool ended before it did its task"
         )
-        has_worked = self._scheduler.remove(process.name, left)
+        has_worked = self._scheduler.remove_worker(worker.name, error_of_tasks)
         is_lost = isinstance(error, (CallLostError, WorkerDiedError)) and has_worked
         if error is not None and not is_lost:
-            process.error = error
-        process.ended.set()
+            worker.error = error
+        worker.ended.set()
         self._wake.set()
 
     def maintain_pool(self) -> None:
-        """Replace workers that died, or did their number of tasks; raise what ended one else."""
-        ended = [process for process in self._pool if process.ended.is_set()]
+        """Replace workers that have ended, and collect results of workers that are overdue.
+
+        Raises:
+            Exception: of a worker that could not start, or whose initializer failed.
+        """
+        ended = [worker for worker in self._pool if worker.ended.is_set()]
         if ended:
-            self._forget(ended)
-            for process in ended:
-                if process.error is not None:
-                    raise process.error
-            if self._needs_workers():  # else they are meant to end
+            self._remove(ended)
+            for worker in ended:
+                if worker.error is not None:
+                    raise worker.error
+            if self._needs_workers():
                 self.repopulate_pool()
-        for name, turn, is_wanted in self._scheduler.late():
-            future = self._worker_pool.call(name, tell, (self._key, is_wanted))
-            future.add_done_callback(functools.partial(self._told, name, turn))
+        for name, batch, revoke in self._scheduler.find_overdue():
+            future = self._worker_pool.call(name, collect_results, (self._key, revoke))
+            future.add_done_callback(functools.partial(self._on_collected, name, batch))
 
-    def _forget(self, processes: list[_Process]) -> None:
-        for process in processes:
-            self._pool.remove(process)
-            del self._named[process.name]
-        self._worker_pool.end([process.name for process in processes])
+    def _remove(self, workers: list[_Worker]) -> None:
+        for worker in workers:
+            self._pool.remove(worker)
+            del self._by_name[worker.name]
+        self._worker_pool.end([worker.name for worker in workers])
 
-    def _told(self, name: str, turn: int, future: Any) -> None:
+    def _on_collected(self, name: str, batch: int, future: Any) -> None:
         outcome = attempt(future.value)
         if isinstance(outcome, Value):
-            results, back = outcome.value
-            self.report(name, results)
-            if back:
-                self._scheduler.give_back(name, turn, back)
+            results, revoked = outcome.value
+            self.report_results(name, results)
+            if revoked:
+                self._scheduler.return_tasks(name, batch, revoked)
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Put a task on the scheduler."""
+        """Submit a task to the scheduler; None closes it."""
         if obj is None:
             self._scheduler.close()
         else:
-            self._scheduler.put(obj)
+            self._scheduler.submit(obj)
 
     def pool_outqueue_get(self, timeout: float) -> Any:
-        """Take a result out of the queue."""
+        """Return the next result; see ``BasePool``."""
         try:
             return self._results.get(timeout=timeout)
         except queue.Empty:
@@ -184,11 +188,11 @@ class Pool(BasePool):
 
     def join_workers(self) -> None:
         """Wait until all workers have ended."""
-        processes = list(self._pool)
+        workers = list(self._pool)
         if self._state is not PoolStates.TERMINATE:
-            for process in processes:
-                process.ended.wait()
-        self._forget(processes)
+            for worker in workers:
+                worker.ended.wait()
+        self._remove(workers)
         self._worker_pool.stop()
 
     def terminate_workers(self) -> None:
@@ -197,22 +201,36 @@ class Pool(BasePool):
         self._scheduler.close(drop=True)
         self._worker_pool.stop()
 
-    def take(self, name: str, results: list[Any], again: bool) -> Any:
-        """Take results of a worker that asks for tasks, and return a Future of these."""
-        process = self._named.get(name)
-        if again and process is not None:
-            process.way.forget()
-        return self._scheduler.take(name, map(_result, results))
+    def request_tasks(self, name: str, results: list[Any], retried: bool) -> Any:
+        """Accept results of a worker and give it its next tasks; called by the worker.
 
-    def report(self, name: str, results: list[Any]) -> None:
-        """Take results of a worker."""
-        self._scheduler.report(name, map(_result, results))
+        Args:
+            name (str): of the worker.
+            results (list): encoded.
+            retried (bool): the worker sent this request before, and did not get the answer.
+
+        Returns:
+            Future: of encoded tasks; None where there will be none.
+        """
+        worker = self._by_name.get(name)
+        if retried and worker is not None:
+            worker.encoder.forget()
+        return self._scheduler.request(name, map(_decode_result, results))
+
+    def report_results(self, name: str, results: list[Any]) -> None:
+        """Accept results of a worker; called by the worker.
+
+        Args:
+            name (str): of the worker.
+            results (list): encoded.
+        """
+        self._scheduler.report(name, map(_decode_result, results))
 
     @staticmethod
     def worker(
         get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
-        """Do tasks until there are no more; exceptions bring their traceback with them."""
+        """Run tasks until there are no more; exceptions are sent with their traceback."""
 
         def put_result(result: Result) -> None:
             job, index, (success, value) = result
@@ -224,25 +242,25 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """A pool whose workers do not share a queue.
+    """Run tasks in workers that do not share a queue; the same as ``Pool`` here.
 
-    That is so for ``Pool`` here, too: each of its workers has its own connection to it.
+    Args: as for ``Pool``.
 
     Source: ``machin.parallel.pool.P2PPool``.
     """
 
 
 class CtxPool(Pool):
-    """A pool of workers with a context each, which functions get as their first argument.
+    """Run tasks in workers with a context each, which functions get as their first argument.
 
     Args:
-        processes (int): the number of workers.
-        worker_contexts (list, optional): one for each, pickled; default: None for all.
+        processes (int): number of workers.
+        worker_contexts (list, optional): one for each worker, pickled; default: None for all.
         initializer, initargs, maxtasksperchild, is_recursive, is_daemon, is_copy_tensor,
             share_method: as for ``Pool``.
 
     Raises:
-        ValueError: there are more or fewer contexts than workers.
+        ValueError: the number of contexts is not that of the workers.
 
     Source: ``machin.parallel.pool.CtxPool``.
     """
@@ -250,7 +268,7 @@ class CtxPool(Pool):
     def __init__(
         self,
         processes: int,
-        initializer: Callable[..., Any] | None = None,
+        initializer: Callable[..., object] | None = None,
         initargs: tuple[Any, ...] = (),
         maxtasksperchild: int | None = None,
         worker_contexts: Sequence[Any] | None = None,
@@ -259,7 +277,7 @@ class CtxPool(Pool):
         is_copy_tensor: bool = True,
         share_method: str | None = None,
     ) -> None:
-        self._contexts = checked(processes, worker_contexts)
+        self._contexts = check_contexts(processes, worker_contexts)
         super().__init__(
             processes,
             initializer,
@@ -271,21 +289,21 @@ class CtxPool(Pool):
             share_method,
         )
 
-    def _setup_of(self, number: int) -> Setup:
-        return enter, (self._contexts[number], self._initializer, *self._initargs)
+    def _worker_setup(self, number: int) -> Setup:
+        return initialize_context, (self._contexts[number], self._initializer, *self._initargs)
 
     @staticmethod
     def worker(
         get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
-        """Do tasks, with this worker's context as the functions' first argument."""
-        get = with_context(lambda: CtxPoolStorage.storage, get)
+        """Run tasks with this worker's context as the functions' first argument."""
+        get = add_context(lambda: CtxPoolStorage.storage, get)
         Pool.worker(get, put, *args, **kwargs)
 
 
-def _result(sent: Any) -> Result:
+def _decode_result(sent: Any) -> Result:
     job, index, (success, value) = sent
     try:
-        return job, index, (success, unpacked(value))
+        return job, index, (success, decode_object(value))
     except Exception as exc:
         return job, index, (False, exc)

@@ -1,4 +1,4 @@
-"""What a pool's calls return: results to wait for, and iterators over them."""
+"""What a pool's calls return: results to wait for, and iterators over results."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from multiprocessing import TimeoutError as PoolTimeoutError
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 __all__ = ["AsyncResult", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+I = TypeVar("I", bound="IMapIterator[Any]")  # noqa: E741
 Cache = MutableMapping[int, Any]
-Callback = Callable[[Any], Any] | None
+Callback = Callable[[Any], object] | None
 
 
-class AsyncResult:
-    """The result of ``apply_async``.
+class AsyncResult(Generic[T]):
+    """Wait for the result of ``apply_async``.
 
     Args:
-        job (int): number of the task.
-        cache (dict): where the pool looks for it; it takes itself out when it is done.
-        callback: called with the value, in a thread of the pool.
-        error_callback: called with the exception.
+        job (int): number of the call in its pool.
+        cache (dict): the pool's results by job; this one removes itself when it is complete.
+        callback (Callable, optional): called with the value, in a thread of the pool.
+        error_callback (Callable, optional): called with the exception, in a thread of the pool.
 
-    Source: ``multiprocessing.pool.AsyncResult``.
+    Source: ``machin.parallel.pool.AsyncResult``, ``multiprocessing.pool.AsyncResult``.
     """
 
     def __init__(
@@ -43,50 +45,74 @@ class AsyncResult:
         cache[job] = self
 
     def ready(self) -> bool:
-        """Tell whether the task has ended."""
+        """Tell whether the task has ended.
+
+        Returns:
+            bool: True once ``get`` returns, or raises, at once.
+        """
         return self._event.is_set()
 
     def successful(self) -> bool:
         """Tell whether the task ended without an exception.
 
+        Returns:
+            bool: False if ``get`` raises.
+
         Raises:
-            ValueError: it has not ended.
+            ValueError: the task has not ended.
         """
         if not self.ready():
             raise ValueError("the task has not ended: wait for it, or ask ready() first")
         return self._success
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the task has ended, or for ``timeout`` seconds."""
-        self._event.wait(timeout)
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Wait for the result and return it.
+        """Wait until the task has ended.
 
         Args:
-            timeout (float, optional): in seconds; None: as long as it takes.
+            timeout (float, optional): in seconds; None: without limit.
+        """
+        self._event.wait(timeout)
+
+    def get(self, timeout: float | None = None) -> T:
+        """Wait for the result.
+
+        Args:
+            timeout (float, optional): in seconds; None: without limit.
+
+        Returns:
+            What the task returned.
 
         Raises:
-            multiprocessing.TimeoutError: it did not come in time.
+            multiprocessing.TimeoutError: the task did not end in time.
             Exception: what the task raised.
         """
         if not self._event.wait(timeout):
             raise PoolTimeoutError(f"the task did not end in {timeout} s; it may still do")
         if self._success:
-            return self._value
+            value: T = self._value
+            return value
         raise self._value
 
-    def _set(self, index: int, outcome: tuple[bool, Any]) -> None:
-        """Take what a task came to; called by the pool."""
-        self._end(*outcome)
+    def set_outcome(self, index: int, outcome: tuple[bool, Any]) -> None:
+        """Accept the outcome of one task; called by the pool.
 
-    def _fail(self, error: BaseException) -> None:
-        """Take that no more is to come."""
-        self._end(False, error)
+        Args:
+            index (int): number of the task in its call.
+            outcome (tuple[bool, Any]): True and its value, or False and its exception.
+        """
+        self._complete(*outcome)
 
-    def _end(self, success: bool, value: Any) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Complete with an error, unless complete already; called by the pool.
+
+        Args:
+            error (BaseException): what ``get`` raises.
+        """
+        self._complete(False, error)
+
+    def _complete(self, success: bool, value: Any) -> None:
         if self._cache.pop(self._job, None) is None:
-            return  # it has ended
+            return  # it is complete
         self._success, self._value = success, value
         callback = self._callback if success else self._error_callback
         if callback is not None:
@@ -98,13 +124,15 @@ class AsyncResult:
         self._event.set()
 
 
-class MapResult(AsyncResult):
-    """The result of ``map_async`` and ``starmap_async``: a list, when all tasks have ended.
+class MapResult(AsyncResult[list[T]]):
+    """Wait for the list of results of ``map_async`` or ``starmap_async``.
 
     Args:
         job, cache, callback, error_callback: as for ``AsyncResult``.
-        chunksize (int): how many elements a task has.
-        length (int): the number of elements.
+        chunksize (int): number of elements in a task.
+        length (int): number of elements.
+
+    Source: ``machin.parallel.pool.MapResult``, ``multiprocessing.pool.MapResult``.
     """
 
     def __init__(
@@ -122,9 +150,10 @@ class MapResult(AsyncResult):
         self._error: BaseException | None = None
         self._left = -(-length // chunksize) if length else 0
         if not self._left:
-            self._end(True, [])
+            self._complete(True, [])
 
-    def _set(self, index: int, outcome: tuple[bool, Any]) -> None:
+    def set_outcome(self, index: int, outcome: tuple[bool, Any]) -> None:
+        """Accept the outcome of one chunk; the last one completes the result."""
         success, value = outcome
         if success:
             first = index * self._chunksize
@@ -134,18 +163,18 @@ class MapResult(AsyncResult):
         self._left -= 1
         if not self._left:
             failed = self._error is not None
-            self._end(not failed, self._error if failed else self._values)
+            self._complete(not failed, self._error if failed else self._values)
 
 
-class IMapIterator:
-    """The results of ``imap``, in the order of the elements, each as soon as it is there.
+class IMapIterator(Generic[T]):
+    """Iterate over the results of ``imap`` in the order of the elements.
 
     Args:
-        job (int): number of the tasks.
-        cache (dict): where the pool looks for it.
-        length (int | None): the number of elements; None: not known yet.
+        job (int): number of the call in its pool.
+        cache (dict): the pool's results by job; this one removes itself when it is complete.
+        length (int | None): number of tasks; None: not known yet.
 
-    Source: ``multiprocessing.pool.IMapIterator``.
+    Source: ``machin.parallel.pool.IMapIterator``, ``multiprocessing.pool.IMapIterator``.
     """
 
     def __init__(self, job: int, cache: Cache, length: int | None = None) -> None:
@@ -154,29 +183,32 @@ class IMapIterator:
         self._length = length
         self._changed = threading.Condition()
         self._ready: deque[tuple[bool, Any]] = deque()
-        self._early: dict[int, tuple[bool, Any]] = {}  # came before one that is in front of them
-        self._came = 0
+        self._early: dict[int, tuple[bool, Any]] = {}  # outcomes that follow a missing one
+        self._received = 0
         self._taken = 0
         self._error: BaseException | None = None
         if length != 0:
             cache[job] = self
 
-    def __iter__(self) -> IMapIterator:
+    def __iter__(self: I) -> I:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         return self.next()
 
-    def next(self, timeout: float | None = None) -> Any:
-        """Return the next result.
+    def next(self, timeout: float | None = None) -> T:
+        """Wait for the next result.
 
         Args:
-            timeout (float, optional): in seconds; None: as long as it takes.
+            timeout (float, optional): in seconds; None: without limit.
+
+        Returns:
+            What the task of the next element returned.
 
         Raises:
-            StopIteration: there are no more.
-            multiprocessing.TimeoutError: it did not come in time.
-            Exception: what the task raised.
+            StopIteration: all results were returned.
+            multiprocessing.TimeoutError: the task did not end in time.
+            Exception: what the task raised; the next call goes on with the element after it.
         """
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -192,39 +224,61 @@ class IMapIterator:
             success, value = self._ready.popleft()
             self._taken += 1
         if success:
-            return value
+            result: T = value
+            return result
         raise value
 
-    def _set(self, index: int, outcome: tuple[bool, Any]) -> None:
+    def set_outcome(self, index: int, outcome: tuple[bool, Any]) -> None:
+        """Accept the outcome of one task; called by the pool.
+
+        Args:
+            index (int): number of the task in its call.
+            outcome (tuple[bool, Any]): True and its value, or False and its exception.
+        """
         with self._changed:
             self._place(index, outcome)
-            if self._came == self._length:
-                self._cache.pop(self._job, None)
-            self._changed.notify_all()
+            self._leave_if_complete()
 
     def _place(self, index: int, outcome: tuple[bool, Any]) -> None:
         self._early[index] = outcome
-        while self._came in self._early:
-            self._ready.append(self._early.pop(self._came))
-            self._came += 1
+        while self._received in self._early:
+            self._ready.append(self._early.pop(self._received))
+            self._received += 1
 
-    def _set_length(self, length: int) -> None:
+    def _leave_if_complete(self) -> None:
+        if self._received == self._length:
+            self._cache.pop(self._job, None)
+        self._changed.notify_all()
+
+    def set_length(self, length: int) -> None:
+        """Set the number of tasks, where the constructor was given None.
+
+        Args:
+            length (int): number of tasks.
+        """
         with self._changed:
             self._length = length
-            if self._came == length:
-                self._cache.pop(self._job, None)
-            self._changed.notify_all()
+            self._leave_if_complete()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Raise an error once the results that are here were returned; called by the pool.
+
+        Args:
+            error (BaseException): what ``next`` raises.
+        """
         with self._changed:
             self._error = error
             self._cache.pop(self._job, None)
             self._changed.notify_all()
 
 
-class IMapUnorderedIterator(IMapIterator):
-    """The results of ``imap_unordered``, in the order in which they come."""
+class IMapUnorderedIterator(IMapIterator[T]):
+    """Iterate over the results of ``imap_unordered`` in the order in which tasks end.
+
+    Source: ``machin.parallel.pool.IMapUnorderedIterator``,
+    ``multiprocessing.pool.IMapUnorderedIterator``.
+    """
 
     def _place(self, index: int, outcome: tuple[bool, Any]) -> None:
         self._ready.append(outcome)
-        self._came += 1
+        self._received += 1
