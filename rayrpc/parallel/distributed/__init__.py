@@ -1,4 +1,22 @@
-"""Worlds of named processes, and their groups: ``machin.parallel.distributed``."""
+"""Worlds of named processes, and groups in them: ``machin.parallel.distributed``.
+
+Every process of a program makes a ``World``; with the others it creates groups, for calls or for
+collective communication.  The files, in the order in which ``group.registered_sync(key)`` meets
+them:
+
+1. ``world``: ``World`` initializes RPC and ``torch.distributed``, and creates groups.
+2. ``rpc_group``: ``RpcGroup``, calls of members, values and services by keys.
+3. ``registry``: holds this process's values and services, and finds those of others...
+4. ``lookup``: ... in one table, in the process of the lowest rank.
+
+``collective_group`` has ``CollectiveGroup``, which is on torch's process groups alone.
+
+Invariants:
+
+- A value or service is held by one process, and called there; other processes get RRefs.
+- A key has one holder; it is free again when the holder has left or died.
+- The table's place is fixed when the world is made: when that process dies, look-ups fail.
+"""
 
 from __future__ import annotations
 

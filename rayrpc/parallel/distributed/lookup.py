@@ -1,14 +1,15 @@
-"""Where a world's values and services are: one table, on the process of the lowest rank.
+"""The table of a world: which process holds a value or a service, and who is at a barrier.
 
-That is settled when the world is made: if the process dies, the table does.  An entry belongs to a
-process, and is gone with it: one whose process has left, or died and came again under the same
-name, counts for nothing.
+It is in the process of the lowest rank when the world is made, and is lost with that process.  An
+entry belongs to a member of the RPC group, by its token: if the process leaves, or dies and joins
+again under the same name, its entries count for nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from torch.futures import Future
@@ -18,11 +19,22 @@ from rayrpc._runtime import current
 from rayrpc.errors import RpcError
 from rayrpc.functions import async_execution
 
-__all__ = ["Holder", "enter", "find", "here", "place", "put", "settle", "take", "withdraw"]
+__all__ = [
+    "Holder",
+    "add",
+    "choose_owner",
+    "enter_barrier",
+    "find",
+    "leave_barrier",
+    "owner",
+    "release_owner",
+    "remove",
+    "this_process",
+]
 
 
 class Holder(NamedTuple):
-    """A process, now: its name, and the token of its membership."""
+    """A process, for as long as it is a member: its name, and the token of its membership."""
 
     name: str
     token: str
@@ -31,61 +43,71 @@ class Holder(NamedTuple):
 class _Table:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.entries: dict[Any, Holder] = {}
-        self.meetings: dict[Any, dict[Holder, Any]] = {}  # Futures by who has entered
+        self.entries: dict[Hashable, Holder] = {}
+        # by barrier: the processes at it, and the Futures that their calls wait for
+        self.barriers: dict[Hashable, dict[Holder, Any]] = {}
 
 
 _table = _Table()
-_settled: Member | None = None
+_owner: Member | None = None
 
 
-def settle(is_settled: bool = True) -> str:
-    """Settle which process has the table, or no longer; return its name."""
-    global _settled
-    _settled = current.get_agent().members()[0] if is_settled else None
-    return _settled.name if _settled is not None else ""
+def choose_owner() -> str:
+    """Fix which process has the table, until ``release_owner``; return its name."""
+    global _owner
+    _owner = current.get_agent().members()[0]
+    return _owner.name
 
 
-def place() -> str:
+def release_owner() -> None:
+    """Forget which process has the table."""
+    global _owner
+    _owner = None
+
+
+def owner() -> str:
     """Return the name of the process that has the table.
 
     Raises:
         WorkerDiedError: it has died.
     """
     agent = current.get_agent()
-    if _settled is None:  # a group that was sent to where no world is
+    if _owner is None:  # for a group that was sent to a process without a world
         return agent.members()[0].name
-    error = agent.death_of(_settled)
+    error = agent.death_of(_owner)
     if error is not None:
         raise error
-    return _settled.name
+    return _owner.name
 
 
-def here() -> Holder:
-    """Return this process."""
+def this_process() -> Holder:
+    """Return this process as a holder."""
     member = current.get_agent().member
     return Holder(member.name, member.token)
 
 
-def _is_there(holder: Holder) -> bool:
+# -- in the process that has the table ------------------------------------------------------------
+
+
+def _is_member(holder: Holder) -> bool:
     agent = current.get_agent()
     with contextlib.suppress(RpcError):
-        agent.lookup(holder.name)  # the news of who has just joined may be on its way
+        agent.lookup(holder.name)  # a new member's announcement may not have arrived yet
     return any(member.token == holder.token for member in agent.members())
 
 
-def put(key: Any, holder: Holder) -> bool:
-    """Enter a holder; return False if there is another."""
+def add(key: Hashable, holder: Holder) -> bool:
+    """Add an entry; return False if another process has the key."""
     with _table.lock:
         found = _table.entries.get(key)
-        if found is not None and _is_there(found):
+        if found is not None and _is_member(found):
             return False
         _table.entries[key] = holder
         return True
 
 
-def take(key: Any, holder: Holder) -> bool:
-    """Take the entry of a holder out; return False if it has none."""
+def remove(key: Hashable, holder: Holder) -> bool:
+    """Remove an entry; return False if the holder does not have the key."""
     with _table.lock:
         if _table.entries.get(key) != holder:
             return False
@@ -93,36 +115,36 @@ def take(key: Any, holder: Holder) -> bool:
         return True
 
 
-def find(key: Any) -> str | None:
-    """Return the name of a key's holder; None: it has none."""
+def find(key: Hashable) -> str | None:
+    """Return the name of the process that has a key; None: no process has."""
     with _table.lock:
         found = _table.entries.get(key)
-        if found is not None and not _is_there(found):
+        if found is not None and not _is_member(found):
             found = None
             del _table.entries[key]
         return None if found is None else found.name
 
 
 @async_execution
-def enter(meeting: Any, holder: Holder, members: tuple[str, ...]) -> Any:
-    """Return a Future that is done when all members have entered a meeting."""
+def enter_barrier(barrier: Hashable, holder: Holder, members: tuple[str, ...]) -> Any:
+    """Return a Future that completes when all members have entered a barrier."""
     future: Any = Future()
     with _table.lock:
-        there = _table.meetings.setdefault(meeting, {})
-        gone = [each for each in there if each.name == holder.name or not _is_there(each)]
-        done = [there.pop(each) for each in gone]
-        there[holder] = future
-        if {each.name for each in there} == set(members):
-            done += there.values()
-            del _table.meetings[meeting]
-    for each in done:
+        entered = _table.barriers.setdefault(barrier, {})
+        stale = [each for each in entered if each.name == holder.name or not _is_member(each)]
+        to_complete = [entered.pop(each) for each in stale]
+        entered[holder] = future
+        if {each.name for each in entered} == set(members):
+            to_complete += entered.values()
+            del _table.barriers[barrier]
+    for each in to_complete:
         each.set_result(None)
     return future
 
 
-def withdraw(meeting: Any, holder: Holder) -> None:
-    """Take back that a process has entered a meeting, if that has not begun."""
+def leave_barrier(barrier: Hashable, holder: Holder) -> None:
+    """Remove a process from a barrier that is not complete."""
     with _table.lock:
-        future = _table.meetings.get(meeting, {}).pop(holder, None)
+        future = _table.barriers.get(barrier, {}).pop(holder, None)
     if future is not None:
         future.set_result(None)

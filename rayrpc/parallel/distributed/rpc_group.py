@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch.futures import Future
 
 from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.parallel.distributed import lookup
+from rayrpc.parallel.distributed.registry import SERVICE, VALUE, call_service, get_value
 from rayrpc.rref import RRef
 
-__all__ = ["RpcGroup", "forget", "groups"]
+__all__ = ["RpcGroup", "clear_groups", "groups", "wait_for_members"]
 
-VALUE, SERVICE = "value", "service"
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
-#: the groups that this process has created
+# The groups that this process has created, by name.
 groups: dict[str, RpcGroup] = {}
-# The values and services of this process, by kind and group.
-_own: dict[tuple[str, str], dict[Any, Any]] = collections.defaultdict(dict)
 
 
-def _for_members(method: F) -> F:
+def _for_members(
+    method: Callable[Concatenate[RpcGroup, P], T],
+) -> Callable[Concatenate[RpcGroup, P], T]:
     @functools.wraps(method)
-    def checked(self: RpcGroup, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: RpcGroup, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self.is_member():
             raise RuntimeError(
                 f"RpcGroup.{method.__name__} is for members: process {self.get_cur_name()!r} is "
@@ -34,19 +36,19 @@ def _for_members(method: F) -> F:
             )
         return method(self, *args, **kwargs)
 
-    return checked  # type: ignore[return-value]
+    return checked
 
 
 class RpcGroup:
-    """Some processes of a world.
+    """Call the members of a group of processes, and find their values and services by keys.
 
-    Made by ``World.create_rpc_group``.  Values and services are found by keys, which are looked up
-    in one place; those of a process are gone when it is.  A group can be sent to others.
+    Made by ``World.create_rpc_group``.  A group can be sent to other processes, also to ones that
+    are no members.  The values and services of a process are lost when it dies.
 
     Args:
         group_name (str): unique in the world.
         group_members (list[str]): names of the processes.
-        first_create (bool): not used.
+        first_create (bool): accepted for machin's sake.
 
     Source: ``machin.parallel.distributed.RpcGroup``.
     """
@@ -63,35 +65,80 @@ class RpcGroup:
     def rpc_sync(
         self,
         to: str,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         timeout: float = UNSET_RPC_TIMEOUT,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run a function on a member, and return its result; see ``rayrpc.rpc_sync``."""
-        return api.rpc_sync(self._member(to), func, args, kwargs, timeout)
+    ) -> T:
+        """Call a function on a member, and wait for its result.
+
+        Args:
+            to (str): name of the member.
+            func (Callable): to call.
+            timeout (float): in seconds; 0: without limit; default: the world's.
+            args (tuple): its arguments.
+            kwargs (dict, optional): its keyword arguments.
+
+        Returns:
+            What ``func`` returns.
+
+        Raises:
+            RuntimeError: ``to`` is no member, or the timeout is over.
+            WorkerDiedError: the member died.
+            Exception: what ``func`` raises.
+
+        Source: ``machin.parallel.distributed.RpcGroup.rpc_sync``.
+        """
+        result: T = api.rpc_sync(self._member(to), func, args, kwargs, timeout)
+        return result
 
     def rpc_async(
         self,
         to: str,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         timeout: float = UNSET_RPC_TIMEOUT,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run a function on a member, and return a Future; see ``rayrpc.rpc_async``."""
-        return api.rpc_async(self._member(to), func, args, kwargs, timeout)
+    ) -> Future[T]:
+        """Call a function on a member, without waiting.
+
+        Args:
+            to, func, timeout, args, kwargs: as for ``rpc_sync``.
+
+        Returns:
+            Future: of what ``func`` returns; its ``wait`` raises what ``rpc_sync`` does.
+
+        Raises:
+            RuntimeError: ``to`` is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.rpc_async``.
+        """
+        future: Future[T] = api.rpc_async(self._member(to), func, args, kwargs, timeout)
+        return future
 
     def remote(
         self,
         to: str,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         timeout: float = UNSET_RPC_TIMEOUT,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> RRef[Any]:
-        """Run a function on a member, and return an RRef of its result; see ``rayrpc.remote``."""
-        rref: RRef[Any] = api.remote(self._member(to), func, args, kwargs, timeout)
+    ) -> RRef[T]:
+        """Call a function on a member, and keep its result there.
+
+        Args:
+            to, func, timeout, args, kwargs: as for ``rpc_sync``.
+
+        Returns:
+            RRef: of what ``func`` returns, owned by ``to``; using it raises what ``rpc_sync``
+            does.
+
+        Raises:
+            RuntimeError: ``to`` is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.remote``.
+        """
+        rref: RRef[T] = api.remote(self._member(to), func, args, kwargs, timeout)
         return rref
 
     def _member(self, to: str) -> str:
@@ -104,230 +151,278 @@ class RpcGroup:
     # -- values -------------------------------------------------------------------------------
 
     @_for_members
-    def pair(self, key: Any, value: Any) -> None:
-        """Let others find a value of this process.
+    def pair(self, key: Hashable, value: Any) -> None:
+        """Publish a value of this process in the group.
 
         Args:
-            key: unique among the group's values; hashable.
-            value: it stays here; others get RRefs of it.
+            key (Hashable): unique among the group's values.
+            value: stays here; other processes get RRefs of it.
 
         Raises:
             KeyError: the key is paired already.
+            RuntimeError: this process is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.pair``.
         """
-        self._put(VALUE, key, value, f"Value with key {key!r} already paired to Group")
+        VALUE.publish(self.group_name, key, value)
 
     @_for_members
-    def unpair(self, key: Any) -> None:
-        """Take back a value of this process.
+    def unpair(self, key: Hashable) -> None:
+        """Withdraw a value of this process.
+
+        Args:
+            key (Hashable): of the value.
 
         Raises:
             KeyError: this process has not paired the key.
+            RuntimeError: this process is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.unpair``.
         """
-        self._take(VALUE, key, f"Value with key {key!r} not paired to Group")
+        VALUE.withdraw(self.group_name, key)
 
-    def is_paired(self, key: Any) -> bool:
-        """Tell whether a process of the group has paired a key."""
-        return self._find(VALUE, key) is not None
+    def is_paired(self, key: Hashable) -> bool:
+        """Tell whether a value is published in the group.
 
-    def get_paired(self, key: Any) -> RRef[Any]:
-        """Return an RRef of a value.
+        Args:
+            key (Hashable): of the value.
+
+        Returns:
+            bool: True if a living process has paired the key.
+
+        Source: ``machin.parallel.distributed.RpcGroup.is_paired``.
+        """
+        return VALUE.find(self.group_name, key) is not None
+
+    def get_paired(self, key: Hashable) -> RRef[Any]:
+        """Return an RRef of a published value.
+
+        Args:
+            key (Hashable): of the value.
+
+        Returns:
+            RRef: owned by the process that paired the key.
 
         Raises:
-            KeyError: no process has paired the key.
+            KeyError: no living process has paired the key.
+
+        Source: ``machin.parallel.distributed.RpcGroup.get_paired``.
         """
-        holder = self._holder(VALUE, key, f"Value with key {key!r} not found on Group")
-        rref: RRef[Any] = api.remote(holder, _value_of, args=(self.group_name, key))
+        holder = VALUE.holder(self.group_name, key)
+        rref: RRef[Any] = api.remote(holder, get_value, args=(self.group_name, key))
         return rref
 
     # -- services -----------------------------------------------------------------------------
 
     @_for_members
-    def register(self, key: Any, service: Callable[..., Any]) -> None:
-        """Let others call a function of this process.
+    def register(self, key: Hashable, service: Callable[..., Any]) -> None:
+        """Offer a function of this process to the group.
 
         Args:
-            key: unique among the group's services; hashable.
-            service (Callable): runs here.
+            key (Hashable): unique among the group's services.
+            service (Callable): runs here when it is called.
 
         Raises:
             KeyError: the key is registered already.
+            RuntimeError: this process is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.register``.
         """
-        self._put(SERVICE, key, service, f"Service with key {key!r} already registered in Group")
+        SERVICE.publish(self.group_name, key, service)
 
     @_for_members
-    def deregister(self, key: Any) -> None:
-        """Take back a service of this process.
+    def deregister(self, key: Hashable) -> None:
+        """Withdraw a service of this process.
+
+        Args:
+            key (Hashable): of the service.
 
         Raises:
             KeyError: this process has not registered the key.
-        """
-        self._take(SERVICE, key, f"Service with key {key!r} not registered in Group")
+            RuntimeError: this process is no member.
 
-    def is_registered(self, key: Any) -> bool:
-        """Tell whether a process of the group has registered a key."""
-        return self._find(SERVICE, key) is not None
+        Source: ``machin.parallel.distributed.RpcGroup.deregister``.
+        """
+        SERVICE.withdraw(self.group_name, key)
+
+    def is_registered(self, key: Hashable) -> bool:
+        """Tell whether a service is offered in the group.
+
+        Args:
+            key (Hashable): of the service.
+
+        Returns:
+            bool: True if a living process has registered the key.
+
+        Source: ``machin.parallel.distributed.RpcGroup.is_registered``.
+        """
+        return SERVICE.find(self.group_name, key) is not None
 
     def registered_sync(
-        self, key: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, key: Hashable, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a service, and return its result.
+        """Call a service, and wait for its result.
+
+        Args:
+            key (Hashable): of the service.
+            args (tuple): its arguments.
+            kwargs (dict, optional): its keyword arguments.
+
+        Returns:
+            What the service returns.
 
         Raises:
-            KeyError: no process has registered the key.
+            KeyError: no living process has registered the key.
+            Exception: what the service raises.
+
+        Source: ``machin.parallel.distributed.RpcGroup.registered_sync``.
         """
         return self._call(api.rpc_sync, key, args, kwargs)
 
     def registered_async(
-        self, key: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a service, and return a Future of its result.
+        self, key: Hashable, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Future[Any]:
+        """Call a service, without waiting.
+
+        Args:
+            key, args, kwargs: as for ``registered_sync``.
+
+        Returns:
+            Future: of what the service returns.
 
         Raises:
-            KeyError: no process has registered the key.
+            KeyError: no living process has registered the key.
+
+        Source: ``machin.parallel.distributed.RpcGroup.registered_async``.
         """
-        return self._call(api.rpc_async, key, args, kwargs)
+        future: Future[Any] = self._call(api.rpc_async, key, args, kwargs)
+        return future
 
     def registered_remote(
-        self, key: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, key: Hashable, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> RRef[Any]:
-        """Call a service, and return an RRef of its result.
+        """Call a service, and keep its result in the service's process.
+
+        Args:
+            key, args, kwargs: as for ``registered_sync``.
+
+        Returns:
+            RRef: of what the service returns.
 
         Raises:
-            KeyError: no process has registered the key.
+            KeyError: no living process has registered the key.
+
+        Source: ``machin.parallel.distributed.RpcGroup.registered_remote``.
         """
         rref: RRef[Any] = self._call(api.remote, key, args, kwargs)
         return rref
 
-    def _call(self, rpc_api: Callable[..., Any], key: Any, args: Any, kwargs: Any) -> Any:
-        holder = self._holder(SERVICE, key, f"Service with key {key!r} not found on Group")
-        return rpc_api(holder, _serve, args=(self.group_name, key, args, kwargs or {}))
-
-    # -- the table ----------------------------------------------------------------------------
-
-    def _put(self, kind: str, key: Any, value: Any, taken: str) -> None:
-        own = _own[kind, self.group_name]
-        if key not in own:
-            own[key] = value  # before others can find it
-            if self._ask(lookup.put, kind, key, lookup.here()):
-                return
-            del own[key]
-        raise KeyError(f"{taken} [{self.group_name}]")
-
-    def _take(self, kind: str, key: Any, missing: str) -> None:
-        own = _own[kind, self.group_name]
-        if key not in own:
-            raise KeyError(f"{missing} [{self.group_name}] by Process [{self.get_cur_name()}]")
-        self._ask(lookup.take, kind, key, lookup.here())
-        del own[key]
-
-    def _find(self, kind: str, key: Any) -> str | None:
-        found: str | None = self._ask(lookup.find, kind, key)
-        return found
-
-    def _holder(self, kind: str, key: Any, missing: str) -> str:
-        if key in _own[kind, self.group_name]:
-            return self.get_cur_name()
-        holder = self._find(kind, key)
-        if holder is None:
-            raise KeyError(f"{missing} [{self.group_name}]")
-        return holder
-
-    def _ask(self, func: Callable[..., Any], kind: str, key: Any, *args: Any) -> Any:
-        return api.rpc_sync(lookup.place(), func, args=((kind, self.group_name, key), *args))
+    def _call(self, rpc: Callable[..., Any], key: Hashable, args: Any, kwargs: Any) -> Any:
+        holder = SERVICE.holder(self.group_name, key)
+        return rpc(holder, call_service, args=(self.group_name, key, args, kwargs))
 
     # -- the group ----------------------------------------------------------------------------
 
     @_for_members
     def barrier(self) -> None:
-        """Wait until all members are at a barrier.
+        """Wait until all members have called this.
 
         Raises:
             WorkerDiedError: a member died.
+            RuntimeError: this process is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.barrier``.
         """
-        self._meet("barrier")
-
-    def _meet(self, what: str) -> None:
-        meeting, place = (what, self.group_name), lookup.place()
-        args = (meeting, lookup.here(), tuple(self.group_members))
-        future = api.rpc_async(place, lookup.enter, args=args, timeout=0)
-        agent = current.get_agent()
-        future.add_done_callback(lambda _: agent.notify())
-        for member in self.group_members:
-            agent.lookup(member)
-
-        def gone() -> list[str]:
-            there = {member.name for member in agent.members()}
-            return [name for name in self.group_members if name not in there]
-
-        agent.wait_until(lambda: future.done() or gone(), None)
-        if not future.done():
-            api.rpc_sync(place, lookup.withdraw, args=(meeting, lookup.here()))
-            api.rpc_sync(gone()[0], lookup.here)  # raises what became of it
-        future.wait()
+        wait_for_members(self, "barrier")
 
     @_for_members
     def destroy(self) -> None:
-        """Leave the group; what this process paired and registered in it is gone."""
+        """Leave the group, and withdraw this process's values and services from it.
+
+        Further calls do nothing.
+
+        Raises:
+            RuntimeError: this process is no member.
+
+        Source: ``machin.parallel.distributed.RpcGroup.destroy``.
+        """
         if self.destroyed:
             return
         self.destroyed = True
-        for kind in (VALUE, SERVICE):
-            for key in _own.pop((kind, self.group_name), {}):
-                self._ask(lookup.take, kind, key, lookup.here())
+        VALUE.withdraw_all(self.group_name)
+        SERVICE.withdraw_all(self.group_name)
         groups.pop(self.group_name, None)
 
     def size(self) -> int:
-        """Return the number of members."""
+        """Return the number of members.
+
+        Source: ``machin.parallel.distributed.RpcGroup.size``.
+        """
         return len(self.group_members)
 
     def is_member(self, target: str | None = None) -> bool:
-        """Tell whether a process, or this one, is in the group.
+        """Tell whether a process is in the group.
 
         Args:
-            target (str): its name.
+            target (str, optional): its name; default: this process's.
+
+        Source: ``machin.parallel.distributed.RpcGroup.is_member``.
         """
         return (self.get_cur_name() if target is None else target) in self.group_members
 
     def get_group_name(self) -> str:
-        """Return the name of the group."""
+        """Return the name of the group.
+
+        Source: ``machin.parallel.distributed.RpcGroup.get_group_name``.
+        """
         return self.group_name
 
     def get_group_members(self) -> list[str]:
-        """Return the names of the members, in ascending order."""
+        """Return the names of the members, in ascending order.
+
+        Source: ``machin.parallel.distributed.RpcGroup.get_group_members``.
+        """
         return self.group_members
 
     @staticmethod
     def get_cur_name() -> str:
-        """Return the name of this process."""
+        """Return the name of this process.
+
+        Source: ``machin.parallel.distributed.RpcGroup.get_cur_name``.
+        """
         return current.get_agent().info.name
 
     def __reduce__(self) -> Any:
         return RpcGroup, (self.group_name, self.group_members, False)
 
 
-def _value_of(group: str, key: Any) -> Any:
-    """Run where a value was found."""
-    try:
-        return _own[VALUE, group][key]
-    except KeyError:
-        raise _gone("Value", group, key) from None
+def wait_for_members(group: RpcGroup, purpose: str) -> None:
+    """Wait until all members of a group wait for one another, for the same purpose.
+
+    Raises:
+        WorkerDiedError: a member died.
+    """
+    barrier, owner = (purpose, group.group_name), lookup.owner()
+    args = (barrier, lookup.this_process(), tuple(group.group_members))
+    future = api.rpc_async(owner, lookup.enter_barrier, args=args, timeout=0)
+    agent = current.get_agent()
+    future.add_done_callback(lambda _: agent.notify())
+    for member in group.group_members:
+        agent.lookup(member)
+
+    def missing() -> list[str]:
+        present = {member.name for member in agent.members()}
+        return [name for name in group.group_members if name not in present]
+
+    agent.wait_until(lambda: future.done() or missing(), None)
+    if not future.done():
+        api.rpc_sync(owner, lookup.leave_barrier, args=(barrier, lookup.this_process()))
+        api.rpc_sync(missing()[0], lookup.this_process)  # raises why the member is missing
+    future.wait()
 
 
-def _serve(group: str, key: Any, args: Any, kwargs: Any) -> Any:
-    """Run where a service was found."""
-    try:
-        service = _own[SERVICE, group][key]
-    except KeyError:
-        raise _gone("Service", group, key) from None
-    return service(*args, **kwargs)
-
-
-def _gone(what: str, group: str, key: Any) -> KeyError:
-    name = RpcGroup.get_cur_name()
-    return KeyError(f"{what} with key {key!r} not found on Group [{group}], Process [{name}]")
-
-
-def forget() -> None:
-    """Forget all groups, and what this process paired and registered: its world is over."""
+def clear_groups() -> None:
+    """Forget all groups, and the values and services of this process: its world has ended."""
     groups.clear()
-    _own.clear()
+    VALUE.clear()
+    SERVICE.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -23,22 +23,23 @@ _world: World | None = None
 
 
 class World:
-    """All processes of a program; make one in each.
+    """Join all processes of a program; each makes one.
 
     Args:
         name (str): of this process, unique.
-        rank, world_size (int): of this process, and how many there are; -1: as the environment
-            says (``RANK``, ``WORLD_SIZE``).
+        rank (int): of this process, from 0; -1: ``RANK`` in the environment.
+        world_size (int): number of processes; -1: ``WORLD_SIZE`` in the environment.
         init_dist (bool): initialize ``torch.distributed``.
-        init_rpc (bool): initialize RPC; else it is initialized already.
+        init_rpc (bool): initialize RPC; else it is initialized already, and says name and rank.
         dist_backend (str): "gloo" or "nccl".
-        dist_init_method (str): where the processes meet for ``torch.distributed``.
-        rpc_init_method (str): ... and for RPC.
-        dist_timeout, rpc_timeout (float): of operations and of calls, in seconds.
+        dist_init_method (str): URL where the processes meet for ``torch.distributed``.
+        rpc_init_method (str): URL that names the RPC group.
+        dist_timeout (float): of collective operations, in seconds.
+        rpc_timeout (float): of calls, in seconds.
 
     Raises:
-        RuntimeError: this process has a world already.
-        ValueError: its rank, or the size, is neither given nor in the environment.
+        RuntimeError: this process has a world already, or the group refuses the process.
+        ValueError: rank or size is neither given nor in the environment.
 
     Source: ``machin.parallel.distributed.World``.
     """
@@ -71,7 +72,7 @@ class World:
         self.name = current.get_agent().info.name
         self.world_size = len(infos)
         self.rank_name_map = {info.id: info.name for info in infos}
-        self.lut_manager = lookup.settle()
+        self.lut_manager = lookup.choose_owner()
         self.rpc_timeout = rpc_timeout
         self.groups = rpc_group.groups
         self.started = True
@@ -86,59 +87,71 @@ class World:
                     world_size=self.world_size,
                 )
             except BaseException:
-                lookup.settle(False)
+                lookup.release_owner()
                 if init_rpc:
                     api.shutdown(graceful=False)
                 raise
         _world = self
 
     def stop(self) -> None:
-        """End what this world initialized, once all its processes do.
+        """Leave the world, and shut down what it initialized, when all processes do.
 
         Raises:
-            RuntimeError: it was stopped before.
+            RuntimeError: the world was stopped before.
+
+        Source: ``machin.parallel.distributed.World.stop``.
         """
         global _world
         if not self.started:
             raise RuntimeError(f"the world of {self.name!r} was stopped already")
         self.started = False
         for group in list(self.groups.values()):
-            with contextlib.suppress(RpcError):  # who has the table may be gone
+            with contextlib.suppress(RpcError):  # the process with the table may have ended
                 group.destroy()
-        lookup.settle(False)
+        lookup.release_owner()
         try:
             if self._owns_rpc:
                 api.shutdown()
         finally:
             if self._owns_dist and dist.is_initialized():
                 dist.destroy_process_group()
-            rpc_group.forget()
+            rpc_group.clear_groups()
             _world = None
 
     def create_collective_group(
-        self, ranks: list[int], timeout: float = 60, backend: Any = None
+        self, ranks: list[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Make a group for collective communication; every process of the world calls this.
+        """Create a group for collective communication; every process of the world calls this.
 
         Args:
             ranks (list[int]): of the members.
             timeout (float): of operations, in seconds.
-            backend (str): "gloo" or "nccl"; None: the world's.
+            backend (str, optional): "gloo" or "nccl"; default: the world's.
+
+        Returns:
+            CollectiveGroup: of these ranks in ascending order.
+
+        Source: ``machin.parallel.distributed.World.create_collective_group``.
         """
         ranks = sorted(ranks)
         group = dist.new_group(ranks, timedelta(seconds=timeout), backend)
         return CollectiveGroup(group, ranks.index(self.rank) if self.rank in ranks else None)
 
     def create_rpc_group(self, group_name: str, members: list[str]) -> RpcGroup:
-        """Make a group for calls, and wait until all members do.
+        """Create a group for calls, and wait until all members have.
 
         Args:
-            group_name (str): unique.
+            group_name (str): unique in the world.
             members (list[str]): names of processes, this one among them.
+
+        Returns:
+            RpcGroup: of these members.
 
         Raises:
             RuntimeError: this process is no member, or has the group already.
             WorkerDiedError: a member died.
+
+        Source: ``machin.parallel.distributed.World.create_rpc_group``.
         """
         if self.name not in members:
             raise RuntimeError(
@@ -149,18 +162,24 @@ class World:
             raise RuntimeError(f"process {self.name!r} has a group {group_name!r} already")
         group = self.groups[group_name] = RpcGroup(group_name, members)
         try:
-            group._meet("create")
+            rpc_group.wait_for_members(group, "create")
         except BaseException:
             del self.groups[group_name]
             raise
         return group
 
     def get_ranks(self) -> list[int]:
-        """Return the ranks of all processes."""
+        """Return the ranks of all processes.
+
+        Source: ``machin.parallel.distributed.World.get_ranks``.
+        """
         return list(self.rank_name_map)
 
     def get_members(self) -> list[str]:
-        """Return the names of all processes."""
+        """Return the names of all processes, by rank.
+
+        Source: ``machin.parallel.distributed.World.get_members``.
+        """
         return list(self.rank_name_map.values())
 
     def __reduce__(self) -> NoReturn:
@@ -177,35 +196,57 @@ def _from_environment(name: str, what: str) -> int:
     return int(value)
 
 
-def _initialized() -> World:
+def _require_world() -> World:
     if _world is None:
         raise RuntimeError("this process has no world: make a World(name, rank, world_size) first")
     return _world
 
 
 def get_world() -> World | None:
-    """Return this process's world; None: it has none."""
+    """Return this process's world.
+
+    Returns:
+        World | None: None before it is made, and after it was stopped.
+
+    Source: ``machin.parallel.distributed.get_world``.
+    """
     return _world
 
 
 def is_world_initialized() -> bool:
-    """Tell whether this process has a world."""
+    """Tell whether this process has a world.
+
+    Returns:
+        bool: False before it is made, and after it was stopped.
+
+    Source: ``machin.parallel.distributed.is_world_initialized``.
+    """
     return _world is not None
 
 
 def get_cur_rank() -> int:
     """Return the rank of this process.
 
+    Returns:
+        int: from 0.
+
     Raises:
-        RuntimeError: it has no world.
+        RuntimeError: this process has no world.
+
+    Source: ``machin.parallel.distributed.get_cur_rank``.
     """
-    return _initialized().rank
+    return _require_world().rank
 
 
 def get_cur_name() -> str:
     """Return the name of this process.
 
+    Returns:
+        str: unique in the world.
+
     Raises:
-        RuntimeError: it has no world.
+        RuntimeError: this process has no world.
+
+    Source: ``machin.parallel.distributed.get_cur_name``.
     """
-    return _initialized().name
+    return _require_world().name

@@ -1,16 +1,14 @@
-"""Worlds and groups of machin.parallel: three ranks run the checks of each section together."""
+"""Worlds and their groups: three ranks run the checks of each section together."""
 
 import os
-import signal
 import socket
 import sys
 
 import pytest
-from conftest import ROOT, Run, eventually
+from conftest import ROOT, Run
 
 import rayrpc as rpc
-from rayrpc import errors
-from rayrpc.parallel.distributed import World, get_world, is_world_initialized
+from rayrpc.parallel.distributed import World, is_world_initialized
 
 SCRIPT = """
 import os, sys, time, traceback
@@ -293,118 +291,22 @@ def printed(ray_cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_ranks_agree(printed, section):
+def test_all_ranks_pass_the_section(printed, section):
     assert printed.count(f"passed {section} ") == 3, printed
 
 
 @pytest.mark.parametrize(
     ("given", "missing"), [({"world_size": 2}, "rank"), ({"rank": 0}, "world_size")]
 )
-def test_a_world_that_lacks_a_number_says_which(monkeypatch, given, missing):
+def test_a_missing_rank_or_size_is_named(monkeypatch, given, missing):
     monkeypatch.setenv(missing.upper(), "many")
     with pytest.raises(ValueError, match=f"process 'lonely' needs its {missing}.*'many'"):
         World("lonely", **given)
 
 
-def test_a_world_that_cannot_be_made_leaves_nothing(ray_cluster):
+def test_a_world_that_cannot_be_made_leaves_nothing_behind(ray_cluster):
     wrong = {"dist_init_method": "nonsense://", "rpc_init_method": "ray://half-a-world"}
     for _ in range(2):
         with pytest.raises(RuntimeError, match="nonsense"):
             World("lonely", 0, 1, **wrong)
         assert not is_world_initialized() and not rpc._is_current_rpc_agent_set()
-
-
-FIRST_DIES = """
-import os, sys, time
-from rayrpc import errors
-from rayrpc.parallel.distributed import World
-
-rank = int(sys.argv[1])
-world = World(str(rank), rank, 2, init_dist=False, rpc_init_method="ray://first-dies")
-group = world.create_rpc_group("group", ["0", "1"])
-group.pair(f"of {rank}", rank)
-group.barrier()
-if rank == 0:
-    time.sleep(1)  # the other has to hear that the barrier is over
-    os._exit(1)
-try:
-    while group.is_paired("of 1"):
-        pass
-except errors.WorkerDiedError as exc:
-    print("told:", exc)
-"""
-
-
-def test_who_asks_a_table_that_is_gone_is_told(ray_cluster, start, script):
-    path = script(FIRST_DIES)
-    first, second = (start(path, str(rank)) for rank in range(2))
-    assert first.end() == 1, first.output
-    assert "'0'" in second.wait_for("told:") and second.end() == 0
-
-
-# -- workers that come and go ---------------------------------------------------------------------
-
-
-def make_group(name, members):
-    """Run on each member, at the same time."""
-    if not is_world_initialized():
-        World(name, init_rpc=False, init_dist=False)
-    get_world().create_rpc_group("mortals", members)
-    return os.getpid()
-
-
-def pair(key, value):
-    get_world().groups["mortals"].pair(key, value)
-
-
-def make_everywhere(members):
-    calls = [rpc.rpc_async(n, make_group, args=(n, members), timeout=30) for n in members]
-    return {name: call.wait() for name, call in zip(members, calls, strict=True)}
-
-
-@pytest.fixture
-def mortals(workers):
-    rpc.start_workers(["carol"])
-    yield make_everywhere(["alice", "carol", "driver"])
-    for name in ("alice", "driver"):
-        rpc.rpc_sync(name, stop)
-
-
-def stop():
-    get_world().stop()
-
-
-def test_what_a_dead_member_had_is_gone_and_can_come_again(mortals):
-    group = get_world().groups["mortals"]
-    rpc.rpc_sync("carol", pair, args=("key", "carol's"))
-    assert group.get_paired("key").to_here() == "carol's"
-    with pytest.raises(KeyError, match="already paired"):
-        rpc.rpc_sync("alice", pair, args=("key", "alice's"))
-    os.kill(mortals["carol"], signal.SIGKILL)
-    with pytest.raises(errors.WorkerDiedError, match="carol"):
-        group.barrier()
-    assert not group.is_paired("key")
-    with pytest.raises(KeyError, match="not found"):
-        group.get_paired("key")
-    rpc.rpc_sync("alice", pair, args=("key", "alice's"))
-    assert group.get_paired("key").to_here() == "alice's"
-
-
-def test_a_member_that_came_again_registers_again(mortals):
-    rpc.rpc_sync("carol", pair, args=("key", 1))
-    os.kill(mortals["carol"], signal.SIGKILL)
-    for name in ("alice", "driver"):
-        rpc.rpc_sync(name, leave)
-    assert eventually(lambda: "carol" not in names())
-    rpc.start_workers(["carol"])
-    make_everywhere(["alice", "carol", "driver"])
-    rpc.rpc_sync("carol", pair, args=("key", 2))
-    assert get_world().groups["mortals"].get_paired("key").to_here() == 2
-
-
-def leave():
-    get_world().groups["mortals"].destroy()
-
-
-def names():
-    return [info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()]
