@@ -1,8 +1,10 @@
 """A server that trains one model with the gradients of many clients, reduced in a tree.
 
-clients ──> secondary reducers ──> primary reducer: optimizer step ──> ordered server
-                                                                           │
-clients <───────────────────────── parameters ─────────────────────────────┘
+The way of gradients, and of the parameters that come back::
+
+    clients ──> secondary reducers ──> primary reducer: optimizer step ──> ordered server
+                                                                               │
+    clients <───────────────────────── parameters ─────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -12,18 +14,15 @@ import enum
 import logging
 import random
 import threading
-from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from rayrpc.parallel.distributed import RpcGroup
-from rayrpc.parallel.server.model_server import PushPullModelServer
-from rayrpc.parallel.server.ordered_server import (
-    OrderedServerBase,
-    OrderedServerSimple,
-    OrderedServerSimpleImpl,
-)
+from rayrpc.parallel.server.model_server import PushPullModelServer, set_version
+from rayrpc.parallel.server.ordered_server import OrderedServerBase, make_default_server
 
 __all__ = ["PushPullGradServer", "PushPullGradServerImpl", "ReduceType"]
 
@@ -33,25 +32,28 @@ Gradients = dict[str, torch.Tensor]
 
 
 class ReduceType(enum.Enum):
-    """The level of the tree that gradients are for."""
+    """Name the level of the tree that gradients are pushed to.
+
+    Source: ``machin.parallel.server.grad_server.ReduceType``.
+    """
 
     REDUCE_PRIMARY = 0
     REDUCE_SECONDARY = 1
 
 
-def _service(server_name: str, member: str) -> str:
+def _service_key(server_name: str, member: str) -> str:
     return f"{server_name}/{member}/_push_service"
 
 
 class PushPullGradServer:
-    """Reach a gradient server; can be sent.
+    """Push gradients to a gradient server, and pull parameters; can be sent to other processes.
 
     Args:
         server_name (str): of the server.
-        group (RpcGroup): where it is.
+        group (RpcGroup): of the server.
         model_name (str): key of the model in the ordered server.
-        secondary_reducers (list[str]): names of the processes that take gradients.
-        o_server (OrderedServerBase): has the parameters.
+        secondary_reducers (list[str]): names of the processes that receive gradients.
+        o_server (OrderedServerBase): stores the parameters.
 
     Source: ``machin.parallel.server.PushPullGradServer``.
     """
@@ -67,7 +69,7 @@ class PushPullGradServer:
         self.group = group
         self.model_name = model_name
         self.o_server = o_server
-        self.secondary_services = [_service(server_name, name) for name in secondary_reducers]
+        self.secondary_services = [_service_key(server_name, name) for name in secondary_reducers]
 
     def push(self, model: nn.Module) -> None:
         """Push a model's gradients, clear them, and pull the newest parameters.
@@ -77,6 +79,10 @@ class PushPullGradServer:
 
         Raises:
             RuntimeError: a parameter has none.
+            WorkerDiedError: a process of the server died.
+            Exception: what ended the reducer that the gradients were sent to.
+
+        Source: ``machin.parallel.server.PushPullGradServer.push``.
         """
         gradients = {}
         for name, parameter in model.named_parameters():
@@ -91,10 +97,12 @@ class PushPullGradServer:
         """Load the newest parameters into a model, and clear its gradients.
 
         Args:
-            model (nn.Module): of the shape of the managed one.
+            model (nn.Module): of the shape of the managed one; changed in place.
 
         Returns:
-            Whether there are any: the first come from the first step.
+            bool: False if there are none: the first are those of the optimizer's first step.
+
+        Source: ``machin.parallel.server.PushPullGradServer.pull``.
         """
         model.zero_grad()
         found = self.o_server.pull(self.model_name)
@@ -104,24 +112,30 @@ class PushPullGradServer:
 
 
 class PushPullGradServerImpl:
-    """A gradient server's part in this process: the primary reducer, or a secondary one.
+    """Reduce gradients in this process: the primary reducer, or a secondary one.
 
-    Make one in each of these, call ``manage_model`` in the primary reducer, and ``start`` in all.
-    Each reducer reduces so many sets of gradients at a time; a secondary one pushes the result to
-    the primary reducer, which has its optimizer take a step with it, and pushes the parameters to
-    the ordered server.
+    Make one in each of these processes, call ``manage_model`` in the primary reducer, and
+    ``start`` in all.  A secondary reducer sends each reduced batch to the primary one; that takes
+    a step of its optimizer with each reduced batch, and pushes the parameters to the ordered
+    server.  Clients get a ``PushPullGradServer`` by ``group.get_paired(server_name)``.
 
     Args:
-        server_name (str): the group's key for its ``PushPullGradServer``.
+        server_name (str): unique in the group.
         group (RpcGroup): this process is a member.
         model_name (str): key of the model in the ordered server.
-        primary_reducer (str): name of a process; None: the group's first.
-        secondary_reducers (list[str]): names of processes; None: all of the group.
-        o_server (OrderedServerBase): gets the parameters; None: one on the primary reducer.
+        primary_reducer (str, optional): name of a process; default: the group's first.
+        secondary_reducers (list[str], optional): names of processes; default: all of the group.
+        o_server (OrderedServerBase, optional): stores the parameters; default: a new one, in the
+            primary reducer.
         reduce_method (str): "sum" or "mean".
         reduce_device (torch.device | str): where gradients are reduced.
-        reduce_batch_size (int): how many sets are reduced at a time, at least 2.
-        max_queue_size (int): how many may wait; the oldest are dropped, with a warning.
+        reduce_batch_size (int): number of sets of gradients in a batch, at least 2.
+        max_queue_size (int): number of sets that may wait; the oldest are dropped, with a
+            warning.
+
+    Raises:
+        ValueError: an argument is out of range, or a reducer is not in the group.
+        KeyError: the group has a server of this name.
 
     Source: ``machin.parallel.server.PushPullGradServerImpl``.
     """
@@ -160,42 +174,43 @@ class PushPullGradServerImpl:
                 raise ValueError(f"reducer {name!r} is not in group {group.group_name!r}")
         self._is_primary = group.get_cur_name() == self.primary_reducer
         if o_server is None:
-            name = f"{server_name}_o_server"
-            if self._is_primary:
-                self._o_server_impl = OrderedServerSimpleImpl(name, group)
-            o_server = OrderedServerSimple(name, group)
+            o_server = make_default_server(server_name, group, is_here=self._is_primary)
         self.o_server = o_server
         self.reduce_method = reduce_method
         self.reduce_device = reduce_device
         self.reduce_batch_size = reduce_batch_size
         self.max_queue_size = max_queue_size
         self.model: nn.Module | None = None
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
+        self.optimizer: Optimizer | None = None
+        self.lr_scheduler: LRScheduler | None = None
         self._queues: dict[ReduceType, collections.deque[Gradients]] = {
             level: collections.deque() for level in ReduceType
         }
         self._changed = threading.Condition()
-        self._stops = False
+        self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        group.register(_service(server_name, group.get_cur_name()), self._push_service)
+        group.register(_service_key(server_name, group.get_cur_name()), self._push_service)
         if self._is_primary:
             accessor = PushPullGradServer(
                 server_name, group, model_name, self.secondary_reducers, o_server
             )
             group.pair(server_name, accessor)
 
-    def manage_model(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> None:
-        """Train a model, in the primary reducer; call it before ``start``.
+    def manage_model(
+        self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler | None = None
+    ) -> None:
+        """Set the model to train; called in the primary reducer, before ``start``.
 
         Args:
-            model (nn.Module): not one that is used otherwise.
+            model (nn.Module): used by this server alone.
             optimizer (Optimizer): of its parameters.
-            lr_scheduler: takes a step with the optimizer.
+            lr_scheduler (LRScheduler, optional): takes a step after each of the optimizer.
 
         Raises:
             RuntimeError: this process is not the primary reducer.
+
+        Source: ``machin.parallel.server.PushPullGradServerImpl.manage_model``.
         """
         if not self._is_primary:
             raise RuntimeError(
@@ -203,33 +218,45 @@ class PushPullGradServerImpl:
                 f"reducer of {self.server_name!r} is {self.primary_reducer!r}"
             )
         self.model, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
-        model.pp_version = 0  # type: ignore[assignment]
+        set_version(model, 0)
 
     def start(self) -> None:
-        """Reduce what comes in, in a thread, from now on."""
+        """Start reducing, in a thread; further calls do nothing.
+
+        Source: ``machin.parallel.server.PushPullGradServerImpl.start``.
+        """
         if self._thread is None:
-            self._stops = False
+            self._is_stopping = False
             self._thread = threading.Thread(
                 target=self._run, name=f"rayrpc-reducer-{self.server_name}", daemon=True
             )
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop, after the batch that is being reduced."""
+        """Stop the thread after the batch that it is reducing; further calls do nothing.
+
+        Source: ``machin.parallel.server.PushPullGradServerImpl.stop``.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             with self._changed:
-                self._stops = True
+                self._is_stopping = True
                 self._changed.notify_all()
             thread.join()
 
     def watch(self) -> None:
-        """Raise the error that ended the thread, if one did."""
+        """Raise the error that ended the thread, if one did.
+
+        Raises:
+            Exception: that error.
+
+        Source: ``machin.parallel.server.PushPullGradServerImpl.watch``.
+        """
         if self._error is not None:
             raise self._error
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
-        self.watch()  # who pushes here would wait for nothing
+        self.watch()  # gradients for an ended thread are refused
         with self._changed:
             queue = self._queues[level]
             queue.append(gradients)
@@ -241,10 +268,10 @@ class PushPullGradServerImpl:
                 )
             self._changed.notify_all()
 
-    def _next(self) -> tuple[ReduceType, list[Gradients]] | None:
-        """Return a batch as soon as there is one; None: stop."""
+    def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
+        """Wait for a batch, and return its level and gradients; None: stop."""
         with self._changed:
-            while not self._stops:
+            while not self._is_stopping:
                 for level, queue in self._queues.items():
                     if len(queue) >= self.reduce_batch_size:
                         return level, [queue.popleft() for _ in range(self.reduce_batch_size)]
@@ -253,11 +280,11 @@ class PushPullGradServerImpl:
 
     def _run(self) -> None:
         try:
-            while (found := self._next()) is not None:
+            while (found := self._next_batch()) is not None:
                 level, batch = found
                 gradients = self._reduce(batch)
                 if level is ReduceType.REDUCE_SECONDARY:
-                    service = _service(self.server_name, self.primary_reducer)
+                    service = _service_key(self.server_name, self.primary_reducer)
                     args = (gradients, ReduceType.REDUCE_PRIMARY)
                     self.group.registered_sync(service, args=args)
                 else:
@@ -275,7 +302,7 @@ class PushPullGradServerImpl:
         return reduced
 
     def _step(self, gradients: Gradients) -> None:
-        if self.model is None:
+        if self.model is None or self.optimizer is None:
             return
         self.optimizer.zero_grad()
         for name, parameter in self.model.named_parameters():
@@ -283,5 +310,5 @@ class PushPullGradServerImpl:
         self.optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        # if another has pushed, its parameters are the newest here, as they are for clients
+        # if another process has pushed, this loads its parameters, as clients do
         PushPullModelServer(self.model_name, self.o_server).push(self.model)

@@ -1,4 +1,4 @@
-"""A server of one model: clients push and pull its parameters, in a strict order of versions."""
+"""A server of one model, whose parameters clients push and pull in strict order of versions."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ import torch
 from torch import nn
 
 from rayrpc.parallel.distributed import RpcGroup
-from rayrpc.parallel.server.ordered_server import (
-    OrderedServerBase,
-    OrderedServerSimple,
-    OrderedServerSimpleImpl,
-)
+from rayrpc.parallel.server.ordered_server import OrderedServerBase, make_default_server
 
-__all__ = ["PushPullModelServer", "PushPullModelServerImpl"]
+__all__ = ["PushPullModelServer", "PushPullModelServerImpl", "set_version"]
 
 
-def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of a model's state, in host memory."""
+def _copy_state(model: nn.Module) -> dict[str, Any]:
+    """Return a copy of a model's state, tensors in host memory."""
     return {
         name: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for name, value in model.state_dict().items()
     }
 
 
-def _version_of(model: Any) -> int:
-    """Return the version that a model has: of the last push or pull; 0: of none."""
+def _get_version(model: Any) -> int:
+    """Return the version of a model's last push or pull; 0: there was none."""
     return int(getattr(model, "pp_version", 0))
 
 
+def set_version(model: Any, version: int) -> None:
+    """Set a model's attribute ``pp_version``, which clients of a model server read."""
+    model.pp_version = version
+
+
 class PushPullModelServer:
-    """Reach a model server; can be sent.
+    """Push and pull the parameters of a model; can be sent to other processes.
 
     Args:
         model_name (str): key of the model in the ordered server.
-        o_server (OrderedServerBase): keeps it; may be set later, as an attribute.
+        o_server (OrderedServerBase, optional): stores the model; may be set later, as an
+            attribute.
 
     Source: ``machin.parallel.server.PushPullModelServer``.
     """
@@ -53,31 +55,41 @@ class PushPullModelServer:
         return self.o_server
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
-        """Push a model's state, made from the version ``model.pp_version``.
+        """Push a model's parameters and buffers, as the version after ``model.pp_version``.
 
         Args:
-            model (nn.Module): its gradients stay.
-            pull_on_fail (bool): if the server has a newer version, load that into ``model``.
+            model (nn.Module): gradients are neither sent nor cleared.
+            pull_on_fail (bool): if the server refuses, load its newest version into ``model``.
 
         Returns:
-            Whether the server took it.
+            bool: False if the server has a newer version than the model was made from.
+
+        Raises:
+            RuntimeError: no ``o_server`` is set.
+
+        Source: ``machin.parallel.server.PushPullModelServer.push``.
         """
-        version = _version_of(model)
-        if self._server().push(self.model_name, _state_of(model), version + 1, version):
-            model.pp_version = version + 1  # type: ignore[assignment]
+        version = _get_version(model)
+        if self._server().push(self.model_name, _copy_state(model), version + 1, version):
+            set_version(model, version + 1)
             return True
         if pull_on_fail:
             self._load(model, force=True)
         return False
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state into a model, unless it has that already.
+        """Load the newest parameters and buffers into a model, unless it has them.
 
         Args:
-            model (nn.Module): its gradients stay.
+            model (nn.Module): changed in place; gradients are not cleared.
 
         Returns:
-            Whether the server has any.
+            bool: False if none were pushed yet.
+
+        Raises:
+            RuntimeError: no ``o_server`` is set, or the state is not that of such a model.
+
+        Source: ``machin.parallel.server.PushPullModelServer.pull``.
         """
         return self._load(model, force=False)
 
@@ -86,20 +98,25 @@ class PushPullModelServer:
         if found is None:
             return False
         state, version = found
-        if force or not hasattr(model, "pp_version") or _version_of(model) < version:
+        if force or not hasattr(model, "pp_version") or _get_version(model) < version:
             model.load_state_dict(state)
-            model.pp_version = version
+            set_version(model, version)
         return True
 
 
 class PushPullModelServerImpl:
-    """A model server, in this process.
+    """Serve a model from this process.
+
+    Clients get a ``PushPullModelServer`` by ``group.get_paired(server_name)``.
 
     Args:
-        server_name (str): the group's key for its ``PushPullModelServer``.
+        server_name (str): unique in the group.
         group (RpcGroup): this process is a member.
         model_name (str): key of the model in the ordered server.
-        o_server (OrderedServerBase): keeps the model; None: one of its own, here.
+        o_server (OrderedServerBase, optional): stores the model; default: a new one, here.
+
+    Raises:
+        KeyError: the group has a server of this name.
 
     Source: ``machin.parallel.server.PushPullModelServerImpl``.
     """
@@ -115,8 +132,6 @@ class PushPullModelServerImpl:
         self.group = group
         self.model_name = model_name
         if o_server is None:
-            name = f"{server_name}_o_server"
-            self._o_server_impl = OrderedServerSimpleImpl(name, group)
-            o_server = OrderedServerSimple(name, group)
+            o_server = make_default_server(server_name, group, is_here=True)
         self.o_server = o_server
         group.pair(server_name, PushPullModelServer(model_name, o_server))

@@ -44,12 +44,12 @@ def make_group(name, members):
     """Run on each member, at the same time."""
     if not is_world_initialized():
         World(name, init_rpc=False, init_dist=False)
-    get_world().create_rpc_group("pids", members)
+    get_world().create_rpc_group("mixed", members)
     return os.getpid()
 
 
 def pair(key, value):
-    get_world().groups["pids"].pair(key, value)
+    get_world().groups["mixed"].pair(key, value)
 
 
 def make_everywhere(members):
@@ -70,7 +70,7 @@ def stop():
 
 
 def test_keys_of_a_dead_member_are_free_again(pids):
-    group = get_world().groups["pids"]
+    group = get_world().groups["mixed"]
     rpc.rpc_sync("carol", pair, args=("key", "carol's"))
     assert group.get_paired("key").to_here() == "carol's"
     with pytest.raises(KeyError, match="already paired"):
@@ -94,11 +94,11 @@ def test_a_member_that_was_started_again_may_pair_its_key(pids):
     rpc.start_workers(["carol"])
     make_everywhere(["alice", "carol", "driver"])
     rpc.rpc_sync("carol", pair, args=("key", 2))
-    assert get_world().groups["pids"].get_paired("key").to_here() == 2
+    assert get_world().groups["mixed"].get_paired("key").to_here() == 2
 
 
 def leave():
-    get_world().groups["pids"].destroy()
+    get_world().groups["mixed"].destroy()
 
 
 def names():
