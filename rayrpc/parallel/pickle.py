@@ -8,7 +8,7 @@ import pickle
 import types
 from collections import ChainMap
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -22,81 +22,95 @@ from torch.multiprocessing.reductions import (
 
 __all__ = ["Pickler", "dumps", "loads", "mark_static_module"]
 
-_static: set[str] = set()
+_static_modules: set[str] = set()
 
 
 def mark_static_module(module: types.ModuleType) -> None:
-    """Pickle a module by its name alone.
+    """Pickle a module by its name from now on, not by its contents.
 
-    That is so for every module that can be imported; mark one that was made in another way, and is
-    the same in each process.
+    Importable modules are pickled so in any case.  Mark a module that was made in another way, and
+    is the same in each process.
 
     Args:
-        module: whose state is not to be pickled.
+        module (ModuleType): to mark.
 
     Source: ``machin.parallel.pickle.mark_static_module``.
     """
-    _static.add(module.__name__)
+    _static_modules.add(module.__name__)
 
 
-def _by_value(tensor: torch.Tensor) -> Any:
+def _reduce_by_value(tensor: torch.Tensor) -> Any:
     file = io.BytesIO()
     torch.save(tensor, file)
-    return _load, (file.getvalue(),)
+    return _load_tensor, (file.getvalue(),)
 
 
-def _load(data: bytes) -> Any:
+def _load_tensor(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _by_reference() -> dict[Any, Any]:
-    """Return the reductions that ``torch.multiprocessing`` has, without a lasting change."""
+def _reducers_by_reference() -> dict[Any, Any]:
+    """Return a copy of the reducers of ``torch.multiprocessing``, which share memory."""
     init_reductions()
     reducers = dict(ForkingPickler._extra_reducers)  # type: ignore[attr-defined]
-    reducers[torch.UntypedStorage] = _share
+    reducers[torch.UntypedStorage] = _reduce_storage
     return reducers
 
 
-def _share(storage: Any) -> Any:
+def _reduce_storage(storage: Any) -> Any:
     """Reduce a storage to the name of its memory, whatever torch's sharing strategy is.
 
-    A file descriptor, which is the other way, can only be handed to children of the same parent.
+    The other strategy, a file descriptor, works between children of the same parent only.
     """
     if storage.device.type != "cpu" or storage.size() == 0:
         return reduce_storage(storage)
     place = storage._share_filename_cpu_()
     shared_cache[place[1]] = StorageWeakRef(storage)
-    storage._shared_incref()  # until it is loaded
+    storage._shared_incref()  # released by the process that unpickles it
     return rebuild_storage_filename, (type(storage), *place)
+
+
+class _Writer(Protocol):
+    def write(self, data: bytes, /) -> object:
+        """Write bytes."""
 
 
 class Pickler(cloudpickle.Pickler):
     """Pickle objects, local functions and lambdas too.
 
     Args:
-        file: with a ``write`` method that takes bytes.
+        file (BinaryIO): has a ``write`` method that takes bytes.
         recurse (bool): accepted for machin's sake: local functions are pickled in any case.
-        copy_tensor (bool): put the values of tensors into the pickle; else a reference, to be
-            loaded once, by a process on the same node. Tensors on a GPU stay where they are;
-            others are moved to shared memory, if they are not there.
+        copy_tensor (bool): pickle tensors by value.  Else by reference, to be unpickled once, by a
+            process on the same node: tensors on a GPU stay there, others are moved to shared
+            memory.
 
     Source: ``machin.parallel.pickle.Pickler``, which is a pickler of dill.
     """
 
-    def __init__(self, file: Any, recurse: bool = False, copy_tensor: bool = False) -> None:
+    def __init__(self, file: _Writer, recurse: bool = False, copy_tensor: bool = False) -> None:
         if copy_tensor:
             tensors: dict[Any, Any] = {
-                torch.Tensor: _by_value,
-                torch.nn.Parameter: _by_value,
+                torch.Tensor: _reduce_by_value,
+                torch.nn.Parameter: _reduce_by_value,
             }
         else:
-            tensors = _by_reference()
+            tensors = _reducers_by_reference()
         self.dispatch_table = ChainMap(tensors, cloudpickle.Pickler.dispatch_table)
         super().__init__(file)  # type: ignore[no-untyped-call]
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce a marked module to its name."""
-        if isinstance(obj, types.ModuleType) and obj.__name__ in _static:
+        """Reduce marked modules to their names; called by ``pickle`` for each object.
+
+        Args:
+            obj: that is being pickled.
+
+        Returns:
+            What ``object.__reduce__`` would, or NotImplemented.
+
+        Source: ``pickle.Pickler.reducer_override``.
+        """
+        if isinstance(obj, types.ModuleType) and obj.__name__ in _static_modules:
             return _find_module, (obj.__name__,)
         return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
@@ -106,11 +120,18 @@ def _find_module(name: str) -> Any:
 
 
 def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
-    """Return an object as bytes.
+    """Pickle an object.
 
     Args:
         obj: to pickle.
-        recurse, copy_tensor: as for ``Pickler``.
+        recurse (bool): accepted for machin's sake.
+        copy_tensor (bool): pickle tensors by value; see ``Pickler``.
+
+    Returns:
+        bytes: for ``loads``.
+
+    Raises:
+        TypeError, pickle.PicklingError: ``obj`` cannot be pickled.
 
     Source: ``machin.parallel.pickle.dumps``.
     """
@@ -120,9 +141,17 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return the object that ``dumps`` took.
+    """Unpickle an object.
 
     Args:
-        data: of whom you trust.
+        data (bytes): from ``dumps``, and from a process that you trust: it can run any code.
+
+    Returns:
+        The object.
+
+    Raises:
+        RuntimeError: it refers to memory that is not on this node.
+
+    Source: ``machin.parallel.pickle.loads``.
     """
     return pickle.loads(data)

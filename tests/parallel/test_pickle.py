@@ -2,6 +2,8 @@
 
 import io
 import multiprocessing
+import sys
+import threading
 import types
 
 import pytest
@@ -17,7 +19,7 @@ def fill(data, value):
     loads(data).fill_(value)
 
 
-def test_values_are_copied_by_default():
+def test_tensors_are_copied_by_default():
     tensor = torch.rand(4)
     again = loads(dumps(tensor))
     again += 1
@@ -28,7 +30,7 @@ def test_values_are_copied_by_default():
 
 
 @pytest.mark.parametrize("recurse", [False, True])
-def test_local_functions_are_taken(recurse):
+def test_local_functions_can_be_pickled(recurse):
     kept = torch.ones(2)
 
     def local(x):
@@ -52,11 +54,9 @@ def test_pickler_writes_to_a_file():
     assert torch.equal(loads(file.getvalue())["t"], torch.ones(1))
 
 
-def test_a_static_module_is_a_name(monkeypatch):
-    import sys
-
+def test_a_marked_module_is_pickled_by_its_name(monkeypatch):
     module = types.ModuleType("made_by_hand")
-    module.lock = __import__("threading").Lock()
+    module.lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot pickle"):
         dumps(module)
     mark_static_module(module)
