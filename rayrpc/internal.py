@@ -1,4 +1,4 @@
-"""Pickling by hand, for libraries that bring a pickler of their own (``_use_rpc_pickler``).
+"""Pickling for libraries with a pickler of their own (``_use_rpc_pickler``).
 
 The names are those of ``torch.distributed.rpc.internal``.
 """
@@ -55,11 +55,11 @@ class _InternalRPCPickler:
         return _receive_rref, (rref._serialize(),)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Return ``obj`` as bytes, and the tensors in it."""
+        """Pickle ``obj``; see ``serialize``."""
         return dump_tables(obj, self._rref_reducer)
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """Return the object that ``serialize`` took."""
+        """Unpickle; see ``deserialize``."""
         return load_tables(binary_data, tensor_table)
 
 
@@ -71,21 +71,50 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return ``obj`` as bytes, and the tensors in it.
+    """Pickle an object, but for its tensors.
+
+    Args:
+        obj: any object that RPC can send.
+
+    Returns:
+        The bytes, and the tensors in the order in which the bytes refer to them.
 
     Raises:
-        RuntimeError: it holds an RRef that was deleted.
+        RuntimeError: the object holds an RRef that was deleted.
+
+    Source: ``torch.distributed.rpc.internal.serialize``.
     """
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Return the object that ``serialize`` took."""
+    """Unpickle what ``serialize`` returned.
+
+    Args:
+        binary_data (bytes): the bytes.
+        tensor_table (list[Tensor]): the tensors.
+
+    Returns:
+        The object.
+
+    Raises:
+        FunctionNotFoundError: it names a function or class that is not here.
+
+    Source: ``torch.distributed.rpc.internal.deserialize``.
+    """
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Run a ``PythonUDF`` that a user's pickler made; the target of such calls."""
+    """Run a ``PythonUDF`` that a user's pickler has pickled.
+
+    Args:
+        binary_data (bytes): of the pickler's ``serialize``.
+        tensor_table (list[Tensor]): of the pickler's ``serialize``.
+
+    Returns:
+        The result of the function.
+    """
     func, args, kwargs = deserialize(binary_data, tensor_table)
     return func(*(args or ()), **(kwargs or {}))
 
@@ -95,7 +124,12 @@ run_pickled_async.__name__ = run_pickled_async.__qualname__ = "run_pickled_async
 
 
 def pickled_invocation(pickler: Any, func: Any, args: Any, kwargs: Any) -> Invocation:
-    """Return the call of ``run_pickled`` that stands for a call pickled by a user's pickler."""
+    """Return a call whose target unpickles and runs another.
+
+    Args:
+        pickler: a user's pickler, with ``serialize``.
+        func, args, kwargs: of the other call.
+    """
     data, tensors = pickler.serialize(PythonUDF(func, args, kwargs))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     return Invocation(run_pickled_async if is_async else run_pickled, (data, tensors))

@@ -1,0 +1,76 @@
+"""Public functions say what they take, return and raise."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+# The modules whose ``__all__`` users import from; ``rayrpc`` itself has the names of the others.
+MODULES = [
+    *("rayrpc", "rayrpc.api", "rayrpc.autograd", "rayrpc.backend_registry", "rayrpc.compat"),
+    *("rayrpc.config", "rayrpc.errors", "rayrpc.functions", "rayrpc.futures", "rayrpc.internal"),
+    *("rayrpc.jit", "rayrpc.nn", "rayrpc.optim", "rayrpc.options", "rayrpc.rref"),
+    *("rayrpc.parallel.assigner", "rayrpc.parallel.distributed", "rayrpc.parallel.pickle"),
+    *("rayrpc.parallel.pool", "rayrpc.parallel.queue", "rayrpc.parallel.server"),
+]
+
+SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Source|Example):", re.MULTILINE)
+NO_RESULT = ("None", "NoReturn")
+# A first line with one of these verbs says what is returned.
+SAYS_RESULT = re.compile(r"^(Return|Tell whether|Yield|Mark|Iterate|Compile)\b")
+
+
+def public_functions(module: str) -> Iterator[tuple[str, Any]]:
+    """Yield the public functions of a module, and the methods of its public classes."""
+    loaded = importlib.import_module(module)
+    for name in loaded.__all__:
+        found = getattr(loaded, name)
+        if not str(getattr(found, "__module__", "")).startswith("rayrpc"):
+            continue
+        if inspect.isfunction(found):
+            yield name, found
+        elif inspect.isclass(found):
+            yield from methods(name, found)
+
+
+def methods(name: str, cls: type) -> Iterator[tuple[str, Any]]:
+    for attribute in dir(cls):
+        method = inspect.getattr_static(cls, attribute)
+        method = getattr(method, "__func__", method)
+        ours = str(getattr(method, "__module__", "")).startswith("rayrpc")
+        if not attribute.startswith("_") and inspect.isfunction(method) and ours:
+            yield f"{name}.{attribute}", method
+
+
+def section(text: str, name: str) -> str:
+    """Return a section of a docstring, empty if it has none."""
+    begin = re.search(rf"^{name}:", text, re.MULTILINE)
+    if begin is None:
+        return ""
+    following = SECTION.search(text, begin.end())
+    return text[begin.start() : following.start() if following else len(text)]
+
+
+def complaints(name: str, function: Any) -> Iterator[str]:
+    text = inspect.getdoc(function)
+    if text is None:
+        yield f"{name}: has no docstring"
+        return
+    args = section(text, "Args") or text.splitlines()[0]
+    signature = inspect.signature(function)
+    for parameter in signature.parameters:
+        is_public = parameter not in ("self", "cls") and not parameter.startswith("_")
+        if is_public and not re.search(rf"\b{re.escape(parameter)}\b", args):
+            yield f"{name}: says nothing of {parameter}"
+    says_result = section(text, "Returns") or SAYS_RESULT.match(text)
+    if signature.return_annotation not in (*NO_RESULT, None) and not says_result:
+        yield f"{name}: does not say what it returns"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_functions_say_what_they_take_and_return(module):
+    found = [each for named in public_functions(module) for each in complaints(*named)]
+    assert not found, "\n" + "\n".join(dict.fromkeys(found))
