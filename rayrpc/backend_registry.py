@@ -1,4 +1,4 @@
-"""The backends that ``init_rpc`` can be told to use, under torch's names.
+"""The backends that ``init_rpc`` accepts, under torch's names.
 
 TENSORPIPE is accepted and means RAY: programs that name it run unchanged.  A library may
 register one more, with handlers that make its options and its agent.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rayrpc.options import (
@@ -32,11 +32,13 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """What a backend is made of.
+    """The handlers of a backend.
 
     Args:
         construct_rpc_backend_options_handler (Callable): makes its options.
-        init_backend_handler (Callable | None): makes its agent; None: rayrpc's own.
+        init_backend_handler (Callable, optional): makes its agent; None: rayrpc's own.
+
+    Source: ``torch.distributed.rpc.backend_registry.BackendValue``.
     """
 
     construct_rpc_backend_options_handler: Callable[..., Any]
@@ -47,9 +49,9 @@ def _options(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-    _transports: Any = None,
-    _channels: Any = None,
-    **kwargs: Any,
+    _transports: Sequence[str] | None = None,
+    _channels: Sequence[str] | None = None,
+    **kwargs: object,
 ) -> TensorPipeRpcBackendOptions:
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
@@ -81,7 +83,13 @@ BackendType: Any = _make(
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Tell whether a backend of this name is known."""
+    """Return whether a backend of this name is registered.
+
+    Args:
+        backend_name (str): a name in ``BackendType``; case counts.
+
+    Source: ``torch.distributed.rpc.backend_registry.backend_registered``.
+    """
     return backend_name in BackendType.__members__
 
 
@@ -89,12 +97,12 @@ def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
-) -> Any:
+) -> enum.Enum:
     """Add a backend.
 
     Args:
         backend_name (str): its name in ``BackendType``.
-        construct_rpc_backend_options_handler (Callable): called with ``rpc_timeout``,
+        construct_rpc_backend_options_handler (Callable): called with ``rpc_timeout`` (seconds),
             ``init_method`` and keywords; returns its options.
         init_backend_handler (Callable): called with ``store``, ``name``, ``rank``,
             ``world_size`` and ``rpc_backend_options``; returns its agent.
@@ -104,26 +112,37 @@ def register_backend(
 
     Raises:
         RuntimeError: the name is taken.
+
+    Source: ``torch.distributed.rpc.backend_registry.register_backend``.
     """
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
     BackendType = _make({backend_name: value, **{m.name: m.value for m in BackendType}})
-    return BackendType[backend_name]
+    backend: enum.Enum = BackendType[backend_name]
+    return backend
 
 
-def is_ours(backend: Any) -> bool:
-    """Tell whether a backend's agent is rayrpc's own."""
+def is_ours(backend: enum.Enum) -> bool:
+    """Return whether a backend's agent is rayrpc's own.
+
+    Args:
+        backend (BackendType): a member.
+    """
     return backend.value.init_backend_handler is None
 
 
-def infer_backend(options: Any) -> Any:
-    """Return the backend whose options these are.
+def infer_backend(options: object) -> enum.Enum:
+    """Return the first backend whose options are of this type.
+
+    Args:
+        options (RpcBackendOptions): of some backend.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no such backend.
     """
+    candidate: enum.Enum
     for candidate in BackendType:
         if isinstance(options, type(construct_rpc_backend_options(candidate))):
             return candidate
@@ -131,7 +150,19 @@ def infer_backend(options: Any) -> Any:
 
 
 def make_store(options: Any, rank: int, world_size: int | None) -> Any:
-    """Return the store that torch would give to the agent of a library's own backend."""
+    """Return the store that torch would give to the agent of a library's own backend.
+
+    Args:
+        options (RpcBackendOptions): ``init_method`` names the rendezvous.
+        rank (int): of this process.
+        world_size (int, optional): number of processes; None: dynamic.
+
+    Returns:
+        torch.distributed.Store: of ``torch.distributed.rendezvous``.
+
+    Raises:
+        ValueError: torch's, for a rendezvous that it does not accept.
+    """
     distributed: Any = importlib.import_module("torch.distributed")
     store, _, _ = next(
         distributed.rendezvous(options.init_method, rank=rank, world_size=world_size)
@@ -140,16 +171,35 @@ def make_store(options: Any, rank: int, world_size: int | None) -> Any:
 
 
 def construct_rpc_backend_options(
-    backend: Any,
+    backend: enum.Enum,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Return options for a backend."""
+    """Return options for a backend.
+
+    Args:
+        backend (BackendType): a member.
+        rpc_timeout (float): default timeout of calls in seconds; 0: none.
+        init_method (str): names the group, see ``RpcBackendOptions``.
+        kwargs: further ones of the backend's own handler.
+
+    Returns:
+        What the backend's handler returns; for TENSORPIPE and RAY, TensorPipeRpcBackendOptions.
+
+    Source: ``torch.distributed.rpc.backend_registry.construct_rpc_backend_options``.
+    """
     handler = backend.value.construct_rpc_backend_options_handler
     return handler(rpc_timeout, init_method, **kwargs)
 
 
-def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the agent of a registered backend."""
+def init_backend(backend: enum.Enum, *args: Any, **kwargs: Any) -> Any:
+    """Return the agent of a backend that a library has registered.
+
+    Args:
+        backend (BackendType): a member with an ``init_backend_handler``.
+        args, kwargs: handed to that.
+
+    Source: ``torch.distributed.rpc.backend_registry.init_backend``.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)

@@ -44,12 +44,18 @@ def _check_timeout(value: Any) -> float:
 
 
 class RpcBackendOptions:
-    """Options of any RPC backend, as ``torch.distributed.rpc.RpcBackendOptions``.
+    """Options of any RPC backend.
 
     Args:
         rpc_timeout (float): default timeout of calls in seconds; 0: none.
         init_method (str): names the group: ``env://`` (MASTER_ADDR and MASTER_PORT),
-            ``tcp://host:port``, ``file:///path`` or ``ray://name``. No port is bound.
+            ``tcp://host:port``, ``file:///path`` or ``ray://name``.  No port is bound.
+
+    Raises:
+        TypeError: ``rpc_timeout`` is not a number.
+        ValueError: ``rpc_timeout`` is negative.
+
+    Source: ``torch.distributed.rpc.RpcBackendOptions``.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class RpcBackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """Default timeout of calls in seconds."""
+        """Default timeout of calls in seconds; 0: none."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
@@ -71,15 +77,26 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """Options of the backends TENSORPIPE and RAY, as torch's class of this name.
+    """Options of the backends TENSORPIPE and RAY.
 
     Args:
-        num_worker_threads (int): how many users' functions run at a time.
+        num_worker_threads (int): how many received calls run at a time; 1 or more.
         rpc_timeout (float): default timeout of calls in seconds; 0: none.
         init_method (str): names the group, see ``RpcBackendOptions``.
         device_maps (dict): by callee's name, a map from this worker's devices to the callee's.
-        devices (list): all local devices that calls may use.
+        devices (list): all local CUDA devices that calls may use; empty: all that are mapped.
         _transports, _channels: accepted and ignored; they choose TensorPipe's own transports.
+
+    Raises:
+        TypeError: an argument is not of its type.
+        ValueError: a number is out of its range, a device is not a CUDA device, or a map is not
+            one to one.
+
+    Example:
+        >>> options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10, init_method="ray://demo")
+        >>> rpc.init_rpc("worker0", rpc_backend_options=options)
+
+    Source: ``torch.distributed.rpc.TensorPipeRpcBackendOptions``.
     """
 
     def __init__(
@@ -114,6 +131,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
         Raises:
             ValueError: two devices would map to one, or one to two.
+
+        Source: ``torch.distributed.rpc.TensorPipeRpcBackendOptions.set_device_map``.
         """
         full = _to_device_map(device_map)
         current = self.device_maps.get(to, {})
@@ -130,6 +149,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
         Args:
             devices (list): of int, str or torch.device; CUDA devices.
+
+        Raises:
+            ValueError: one is not a CUDA device.
+
+        Source: ``torch.distributed.rpc.TensorPipeRpcBackendOptions.set_devices``.
         """
         self.devices = [_to_device(device) for device in devices]
 
@@ -162,11 +186,12 @@ def validate_device_maps(peers: Mapping[str, Mapping[str, Any]], is_static: bool
     """Check the device maps of all members against one another.
 
     Args:
-        peers: by worker name, its ``device_maps``, ``devices`` and ``device_count``.
-        is_static: all members are known; in a dynamic group some may be yet to join.
+        peers (dict): by worker name, its ``device_maps``, ``devices`` and ``device_count``.
+        is_static (bool): all members are known; in a dynamic group some may be yet to join.
 
     Raises:
-        ValueError: torch's errors of ``init_rpc``.
+        ValueError: in torch's words: a worker's devices or maps name one twice, name one that
+            does not exist, or (``is_static``) map to an unknown worker.
     """
     for name, peer in peers.items():
         devices, count = peer["devices"], peer["device_count"]
