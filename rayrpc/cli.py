@@ -17,7 +17,7 @@ from rayrpc.errors import ConfigError, RpcError
 __all__ = ["main"]
 
 # After Ctrl-C, a process that has not ended by itself in this time is ended.
-LAST_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: the arguments; default: the process's.
+        argv (list[str], optional): the arguments; default: the process's.
 
     Returns:
-        The exit status: 0, the script's own, 1 after an exception, 130 after Ctrl-C.
+        The exit status: 0, the script's own, 1 after an exception, 2 for a command line or
+        settings that are not valid, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: by argparse, for ``--help``, ``--version`` and unknown arguments.
     """
     options = _parser().parse_args(argv)
     try:
@@ -76,10 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not os.path.isfile(options.script):
         print(f"rayrpc: there is no script {options.script}", file=sys.stderr)
         return 2
-    from rayrpc.launch.process import enter
+    # here, because they load torch and Ray
+    from rayrpc import compat
+    from rayrpc.launch.process import Shim
     from rayrpc.launch.program import run_as_main
+    from rayrpc.launch.spawning import start_processes
 
-    enter(settings.to_dict())
+    Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
         run_as_main(options.script, options.args)
     except SystemExit as exc:
@@ -88,13 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(exc.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        # at once: what ends the interpreter may wait for what nobody will end any more
-        last = threading.Timer(LAST_SECONDS, os._exit, (130,))
-        last.daemon = True
-        last.start()
+        # the interpreter's own exit may wait for threads that never end
+        exit_timer = threading.Timer(EXIT_SECONDS, os._exit, (130,))
+        exit_timer.daemon = True
+        exit_timer.start()
         return 130
     except BaseException as exc:
-        # from the script's own first line on
+        # leave out our own frames: start at the script's
         trace = exc.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != options.script:
             trace = trace.tb_next

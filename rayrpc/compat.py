@@ -1,8 +1,8 @@
 """Put rayrpc in the place of ``torch.distributed.rpc``.
 
 ``install()`` changes attributes of torch's modules in place, so that programs which import them
-after_reply, in any form, get rayrpc; ``uninstall()`` puts everything back.  One table says what
-is replaced by what.  Where torch has no RPC at all, the modules are made.
+later, in any form, get rayrpc; ``uninstall()`` restores them.  ``TABLE`` lists what is replaced
+by what.  Where torch has no RPC at all, the modules are made.
 
 Not emulated: the native operators behind TorchScript functions that themselves call RPC (their
 Python originals run instead), and profiling of remote operators.
@@ -31,7 +31,7 @@ MODULES = {
     f"{RPC}.rref_proxy": "rayrpc.rref",
 }
 
-# ... and others, which copy names when they are imported; these ones are usually imported late.
+# The same for modules that copy names when they are imported; programs usually import them late.
 LATE_MODULES = {
     "torch.distributed.nn.api.remote_module": "rayrpc.nn",
     "torch.distributed.optim.optimizer": "rayrpc.optim",
@@ -118,7 +118,7 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ("torch.distributed.nn", "RemoteModule", "rayrpc.nn", "RemoteModule"),
     ("torch.distributed.optim", "DistributedOptimizer", "rayrpc.optim", "DistributedOptimizer"),
     ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
-    # what torch has not
+    # names that torch lacks
     (RPC, "as_completed", "rayrpc.futures", "as_completed"),
     (RPC, "lazy", "rayrpc.jit", "lazy"),
 ]
@@ -128,26 +128,43 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 def is_available() -> bool:
-    """Tell whether RPC can be used: always, after ``install()``."""
+    """Return True: RPC can be used.
+
+    Source: ``torch.distributed.rpc.is_available``.
+    """
     return True
 
 
 def is_installed() -> bool:
-    """Tell whether rayrpc is in the place of ``torch.distributed.rpc``."""
+    """Return whether rayrpc is in the place of ``torch.distributed.rpc`` in this process."""
     return bool(_undo)
 
 
 def install(jit: bool = False) -> None:
-    """Put rayrpc in the place of ``torch.distributed.rpc``; call it before importing that.
+    """Put rayrpc in the place of ``torch.distributed.rpc``.
 
-    Nothing is started, and nothing native is used from then on.  Calling it again does nothing.
+    Call it before anything imports names from there; no process is started.  Ranks that
+    ``rayrpc.spawn`` starts from then on have rayrpc in place, too.  Calling it again does nothing.
 
     Args:
         jit (bool): replace ``torch.jit.fork``, ``wait`` and ``script`` by those of ``rayrpc.jit``,
-            too: tasks run on the cluster, and what forks them is not compiled.
+            too: tasks run on the cluster, and functions that fork them are not compiled.
+
+    Example:
+        >>> import rayrpc
+        >>> rayrpc.install()
+        >>> import torch.distributed.rpc as rpc
+        >>> rpc.init_rpc("worker0", rank=0, world_size=1)
+
+    Source: rayrpc's own.
     """
     if not _undo:
+        from rayrpc import futures
+        from rayrpc.launch.process import set_install
+
         _install_rpc()
+        futures.make_awaitable()
+        set_install(install)
     if jit:
         torchs, ours = map(importlib.import_module, ("torch.jit", "rayrpc.jit"))
         for name in ("fork", "script", "wait"):
@@ -162,7 +179,7 @@ def _install_rpc() -> None:
         _set(sys.modules, name, importlib.import_module(home))
     for module_name, name, source, source_name in TABLE:
         target = rpc if module_name == RPC else sys.modules.get(module_name)
-        # what was never imported cannot hold a copy
+        # a module that was never imported has copied nothing
         if target is None or (module_name != RPC and not hasattr(target, name)):
             continue
         module = importlib.import_module(source)
@@ -170,7 +187,16 @@ def _install_rpc() -> None:
 
 
 def uninstall() -> None:
-    """Put back what ``install()`` replaced."""
+    """Restore what ``install()`` replaced; without it, do nothing.
+
+    Futures stay awaitable: torch's class lacks the method that ``install()`` adds to it.
+
+    Source: rayrpc's own.
+    """
+    if _undo:
+        from rayrpc.launch.process import set_install
+
+        set_install(None)
     while _undo:
         target, name, old = _undo.pop()
         if isinstance(target, dict):

@@ -100,9 +100,9 @@ def fork(func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
 
 
 def _start_workers(prefix: str) -> None:
-    from rayrpc.launch.task_workers import start_forkers  # it imports ray
+    from rayrpc.launch.task_workers import start_task_workers  # it imports ray
 
-    start_forkers(prefix)
+    start_task_workers(prefix)
 
 
 def wait(future: Future[T]) -> T:

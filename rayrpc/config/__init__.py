@@ -1,30 +1,46 @@
 """The settings of rayrpc: what each means, what is valid, and where its value comes from.
 
-Four layers, each over the one before it::
+Four layers, each overrides the one before it::
 
     defaults  <  YAML file  <  RAYRPC_* environment  <  arguments
 
 The file is the one given, else the one that ``RAYRPC_CONFIG`` names. Key ``rpc_timeout`` is
 ``RAYRPC_RPC_TIMEOUT`` in the environment, where a mapping is written as YAML. Where a key's default
-is None, the text ``none`` or none at all means None too, in every layer.
+is None, the text ``none`` and empty text mean None too, in every layer.  How a value is checked is
+in ``checks``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import math
 import os
-import re
-import reprlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
+from rayrpc.config.checks import (
+    ADDRESS,
+    AMOUNTS,
+    COUNT,
+    FLAG,
+    GPUS,
+    POSITIVE_SECONDS,
+    QUANTITY,
+    RUNTIME_ENV,
+    SECONDS,
+    TEXT,
+    Place,
+    check_fields,
+    checked,
+    choice,
+    fields_of,
+    key,
+    mapping,
+)
 from rayrpc.errors import ConfigError
 
 __all__ = ["Settings", "WorkerResources", "configure", "load", "settings", "use"]
@@ -36,117 +52,15 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a value stands, so that an error about it can say so."""
-
-    source: str
-    key: str = ""
-    optional: bool = False
-
-    def inside(self, suffix: str, optional: bool = False) -> _Place:
-        return _Place(self.source, self.key + suffix, optional)
-
-    def wrong(self, value: object, valid: str) -> ConfigError:
-        none = ", or none" if self.optional else ""
-        shown = reprlib.repr(value)
-        return ConfigError(f"{self.key} (from {self.source}) is {shown}; it must be {valid}{none}")
-
-    def unknown(self, name: object, valid: Iterable[str]) -> ConfigError:
-        spelling = {key.lower(): key for key in valid}
-        nearest = difflib.get_close_matches(str(name).lower(), spelling, n=1, cutoff=0.0)[0]
-        within = f"{self.key}: " if self.key else ""
-        return ConfigError(
-            f"{within}unknown key {str(name)!r} (from {self.source}); the nearest valid key is "
-            f"{spelling[nearest]!r}. Valid keys: {', '.join(spelling.values())}"
-        )
-
-
-# A check gives back the value in its final form or raises the place's ConfigError.
-_Check: TypeAlias = Callable[[Any, _Place], Any]
-
-
-def _scalar(kind: type[Any], valid: str, fits: Callable[[Any], Any]) -> _Check:
-    accepted = (int, float) if kind is float else (kind,)
-
-    def check(value: Any, place: _Place) -> Any:
-        # A bool is an int to Python, and never what a number's author meant.
-        right_type = isinstance(value, accepted) and isinstance(value, bool) is (kind is bool)
-        if not right_type or not fits(value):
-            raise place.wrong(value, valid)
-        return kind(value)
-
-    return check
-
-
-def _choice(*choices: str) -> _Check:
-    spelling = {choice.lower(): choice for choice in choices}
-
-    def check(value: Any, place: _Place) -> str:
-        if not isinstance(value, str) or value.lower() not in spelling:
-            raise place.wrong(value, f"one of {', '.join(spelling.values())}")
-        return spelling[value.lower()]
-
-    return check
-
-
-def _mapping(valid: str, item: _Check) -> _Check:
-    def check(value: Any, place: _Place) -> dict[str, Any]:
-        # A YAML key whose entries are all commented out reads as None.
-        value = {} if value is None else value
-        if not isinstance(value, Mapping) or not all(isinstance(k, str) and k for k in value):
-            raise place.wrong(value, f"a mapping from {valid}")
-        return {k: item(v, place.inside(f"[{k!r}]")) for k, v in value.items()}
-
-    return check
-
-
-def _plain(value: Any, place: _Place) -> Any:
-    # Settings travel to every rank and back into YAML: no modules or other live objects.
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(each, place.inside(f"[{i}]")) for i, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        return {k: _plain(each, place.inside(f"[{k!r}]")) for k, each in value.items()}
-    raise place.wrong(value, "plain data: text, numbers, true, false, none, lists, mappings")
-
-
-def _amount(value: Any, place: _Place) -> Any:
-    if place.key.endswith(("['CPU']", "['GPU']", "['memory']", "['object_store_memory']")):
-        raise place.wrong(value, "left out: num_cpus, num_gpus and memory stand for these")
-    return _QUANTITY(value, place)
-
-
-def _worker(value: Any, place: _Place) -> WorkerResources:
+def _worker(value: Any, place: Place) -> WorkerResources:
     if isinstance(value, WorkerResources):
         return value
     if value is not None and not isinstance(value, Mapping):
-        raise place.wrong(value, f"a mapping with keys of {', '.join(_fields(WorkerResources))}")
-    return WorkerResources(**_checked(WorkerResources, value or {}, place))
+        raise place.wrong(value, f"a mapping with keys of {', '.join(fields_of(WorkerResources))}")
+    return WorkerResources(**checked(WorkerResources, value or {}, place))
 
 
-_FLAG = _scalar(bool, "true or false", lambda _: True)
-_TEXT = _scalar(str, "text, not empty", str.strip)
-_COUNT = _scalar(int, "a whole number, 1 or more", lambda n: n >= 1)
-_SECONDS = _scalar(float, "seconds, 0 or more", lambda n: 0 <= n < math.inf)
-_SOME_SECONDS = _scalar(float, "seconds, more than 0", lambda n: 0 < n < math.inf)
-_QUANTITY = _scalar(float, "a number, 0 or more", lambda n: 0 <= n < math.inf)
-_GPUS = _scalar(
-    float,
-    "a number, 0 or more, and whole above 1",
-    lambda n: 0 <= n < math.inf and (n <= 1 or n % 1 == 0),
-)
-_ADDRESS = _scalar(
-    str,
-    'host:port, ray://host:port, "auto" or "local"',
-    re.compile(r"auto|local|[\w.+-]+://\S+|\S+:\d+").fullmatch,
-)
-_AMOUNTS = _mapping("resource name to amount", _amount)
-_WORKERS = _mapping("worker name or glob pattern to its resources", _worker)
-_RUNTIME_ENV = _mapping("the names of Ray's runtime_env to plain data", _plain)
+_WORKERS = mapping("worker name or glob pattern to its resources", _worker)
 
 
 def _yaml(text: str) -> Any:
@@ -163,104 +77,89 @@ def _flag_word(text: str) -> bool | str:
     return word in _TRUE if word in _TRUE + _FALSE else text
 
 
-def _key(default: Any, check: _Check, doc: str, parse: Callable[[str], Any] = str.strip) -> Any:
-    """Declare a key: what it takes, what it means, and how to read it from environment text."""
-    about = {"doc": doc, "check": check, "parse": parse}
-    if default == {}:
-        return field(default_factory=dict, metadata=about)
-    return field(default=default, metadata=about)
-
-
-def _fields(owner: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    return {each.name: each for each in dataclasses.fields(owner)}
-
-
-def _checked(owner: type[Any], values: Mapping[Any, Any], place: _Place) -> dict[str, Any]:
-    fields = _fields(owner)
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in fields:
-            raise place.unknown(name, fields)
-        optional = fields[name].default is None
-        text = value.strip().lower() if isinstance(value, str) else None
-        if optional and (value is None or text in ("", "none")):
-            result[name] = None
-            continue
-        within = place.inside(f".{name}" if place.key else name, optional)
-        result[name] = fields[name].metadata["check"](value, within)
-    return result
-
-
-def _check_own(instance: Any) -> None:
-    for name, value in _checked(type(instance), vars(instance), _Place("arguments")).items():
-        object.__setattr__(instance, name, value)
-
-
 @dataclass(frozen=True)
 class WorkerResources:
     """What Ray sets aside for one worker.
 
+    Args:
+        num_cpus (float): CPUs.
+        num_gpus (float): GPUs; a part of one is allowed.
+        memory (int, optional): bytes; None: nothing is set aside.
+        resources (dict[str, float]): amounts of Ray's custom resources by name.
+
     Raises:
         ConfigError: a value is not valid.
+        TypeError: a key is unknown.
+
+    Source: rayrpc's own.
     """
 
-    num_cpus: float = _key(0.0, _QUANTITY, "CPUs set aside.")
-    num_gpus: float = _key(0.0, _GPUS, "GPUs set aside; a part of one is allowed.")
-    memory: int | None = _key(None, _COUNT, "Bytes of memory set aside.")
-    resources: Mapping[str, float] = _key({}, _AMOUNTS, "Amounts of Ray's custom resources.")
+    num_cpus: float = key(0.0, QUANTITY, "CPUs set aside.")
+    num_gpus: float = key(0.0, GPUS, "GPUs set aside; a part of one is allowed.")
+    memory: int | None = key(None, COUNT, "Bytes of memory set aside.")
+    resources: Mapping[str, float] = key({}, AMOUNTS, "Amounts of Ray's custom resources.")
 
     def __post_init__(self) -> None:
-        _check_own(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting of rayrpc, checked; a key's meaning is its field's ``metadata["doc"]``.
+    """Every setting of rayrpc, checked and frozen; timeouts are in seconds.
+
+    Args:
+        kwargs: values by key; a key's meaning is its field's ``metadata["doc"]``.
 
     Raises:
         ConfigError: a value is not valid.
+        TypeError: a key is unknown.
+
+    Source: rayrpc's own.
     """
 
-    address: str | None = _key(
+    address: str | None = key(
         None,
-        _ADDRESS,
+        ADDRESS,
         "Ray cluster to join: `host:port`, `ray://host:port`, `auto`, or `local` to always start "
         "one here. None: `RAY_ADDRESS`, else a local cluster that starts by itself and ends with "
         "the run.",
     )
-    namespace: str = _key("rayrpc", _TEXT, "Ray namespace of rayrpc's named actors.")
-    group: str | None = _key(
+    namespace: str = key("rayrpc", TEXT, "Ray namespace of rayrpc's named actors.")
+    group: str | None = key(
         None,
-        _TEXT,
+        TEXT,
         "Group to join when `init_method` names none; workers then need no `MASTER_ADDR`, "
         "`MASTER_PORT` or `RANK`.",
     )
-    transport: Literal["auto", "direct", "ray"] = _key(
+    transport: Literal["auto", "direct", "ray"] = key(
         "auto",
-        _choice("auto", "direct", "ray"),
+        choice("auto", "direct", "ray"),
         "How calls travel. `direct`: on connections between the workers, large tensors by Ray's "
         "object store. `ray`: as actor calls. `auto`: directly where that is possible, else as "
         "actor calls.",
     )
-    rpc_timeout: float = _key(
-        60.0, _SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float
+    rpc_timeout: float = key(
+        60.0, SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float
     )
-    num_worker_threads: int = _key(
-        16, _COUNT, "Threads with which a worker runs the calls it receives.", int
+    num_worker_threads: int = key(
+        16, COUNT, "Threads with which a worker runs the calls it receives.", int
     )
-    fork_workers: int | None = _key(
+    fork_workers: int | None = key(
         None,
-        _COUNT,
+        COUNT,
         "Workers that `rayrpc.jit.fork` starts for its tasks. None: one for each CPU.",
         int,
     )
-    init_timeout: float = _key(
-        60.0, _SOME_SECONDS, "Seconds that `init_rpc` waits for the group's other members.", float
+    init_timeout: float = key(
+        60.0,
+        POSITIVE_SECONDS,
+        "Seconds that `init_rpc` waits for the group's other members.",
+        float,
     )
-    placement_timeout: float = _key(
-        30.0, _SECONDS, "Seconds that a rank may wait for resources that others hold.", float
+    placement_timeout: float = key(
+        30.0, SECONDS, "Seconds that a rank may wait for resources that others hold.", float
     )
-    workers: Mapping[str, WorkerResources] = _key(
+    workers: Mapping[str, WorkerResources] = key(
         {},
         _WORKERS,
         "Resources by worker name or glob pattern: any of `num_cpus`, `num_gpus`, `memory` "
@@ -268,30 +167,30 @@ class Settings:
         "pattern that matches, as a whole; without either, nothing is set aside.",
         _yaml,
     )
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = _key(
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] | None = key(
         None,
-        _choice("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+        choice("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
         "How ranks spread over nodes, as one placement group: `PACK`, `SPREAD`, `STRICT_PACK` or "
         "`STRICT_SPREAD`. None: Ray places each rank by itself.",
     )
-    runtime_env: Mapping[str, Any] | None = _key(
-        None, _RUNTIME_ENV, "Ray's `runtime_env` for the workers that rayrpc starts.", _yaml
+    runtime_env: Mapping[str, Any] | None = key(
+        None, RUNTIME_ENV, "Ray's `runtime_env` for the workers that rayrpc starts.", _yaml
     )
-    dashboard: bool = _key(False, _FLAG, "Whether a local cluster has a dashboard.", _flag_word)
-    local_num_cpus: int | None = _key(
-        None, _COUNT, "CPUs that a local cluster announces. None: this machine's.", int
+    dashboard: bool = key(False, FLAG, "Whether a local cluster has a dashboard.", _flag_word)
+    local_num_cpus: int | None = key(
+        None, COUNT, "CPUs that a local cluster announces. None: this machine's.", int
     )
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = _key(
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = key(
         "WARNING",
-        _choice("DEBUG", "INFO", "WARNING", "ERROR"),
+        choice("DEBUG", "INFO", "WARNING", "ERROR"),
         "Least severe of rayrpc's messages to log: `DEBUG`, `INFO`, `WARNING` or `ERROR`.",
     )
-    log_to_terminal: bool = _key(
-        True, _FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
+    log_to_terminal: bool = key(
+        True, FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
     )
 
     def __post_init__(self) -> None:
-        _check_own(self)
+        check_fields(self)
 
     def resources_for(self, name: str) -> WorkerResources:
         """Look up what to set aside for a worker.
@@ -300,36 +199,45 @@ class Settings:
         are not merged). Patterns are case-sensitive globs: ``*``, ``?``, ``[0-9]``.
 
         Args:
-            name: the worker's name.
+            name (str): the worker's name.
 
         Returns:
-            The entry, or nothing at all set aside where none matches.
+            WorkerResources: the entry; where none matches, one that sets nothing aside.
         """
         if name in self.workers:
             return self.workers[name]
         matching = [each for pattern, each in self.workers.items() if fnmatchcase(name, pattern)]
         return matching[-1] if matching else WorkerResources()
 
-    def replace(self, **changes: Any) -> Settings:
+    def replace(self, **changes: object) -> Settings:
         """Make settings that differ in some keys.
+
+        Args:
+            changes: values by key.
+
+        Returns:
+            Settings: new ones; these stay as they are.
 
         Raises:
             ConfigError: a key is unknown or a value is not valid.
         """
-        return dataclasses.replace(self, **_checked(Settings, changes, _Place("arguments")))
+        return dataclasses.replace(self, **checked(Settings, changes, Place("arguments")))
 
     def to_dict(self) -> dict[str, Any]:
-        """Turn into plain data that pickles and that YAML can hold; `from_dict` reads it back."""
+        """Return a copy in plain data, for pickle, YAML and ``from_dict``."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Settings:
-        """Make settings from plain data; keys left out have their defaults.
+        """Make settings from plain data.
+
+        Args:
+            values (dict): by key; keys left out have their defaults.
 
         Raises:
             ConfigError: a key is unknown or a value is not valid.
         """
-        return cls(**_checked(cls, values, _Place("Settings.from_dict")))
+        return cls(**checked(cls, values, Place("Settings.from_dict")))
 
 
 def _from_file(path: Path, source: str) -> dict[str, Any]:
@@ -339,39 +247,42 @@ def _from_file(path: Path, source: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read {source}: {exc}") from exc
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{source} must hold a mapping, `key: value` on each line")
-    return _checked(Settings, values or {}, _Place(source))
+    return checked(Settings, values or {}, Place(source))
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    fields = {_PREFIX + name.upper(): key for name, key in _fields(Settings).items()}
+    fields = {_PREFIX + name.upper(): each for name, each in fields_of(Settings).items()}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         ours = variable.startswith(_PREFIX) and not variable.startswith(_INTERNAL_PREFIX)
         if not ours or variable == _FILE_VARIABLE:
             continue
         if variable not in fields:
-            raise _Place("the environment").unknown(variable, [*fields, _FILE_VARIABLE])
-        key = fields[variable]
+            raise Place("the environment").unknown(variable, [*fields, _FILE_VARIABLE])
+        declared = fields[variable]
         value: Any = text
         # What does not parse stays text, for the check to take as none or refuse in its words.
         with contextlib.suppress(ValueError):
-            value = key.metadata["parse"](text)
-        place = _Place(f"environment variable {variable}")
-        values |= _checked(Settings, {key.name: value}, place)
+            value = declared.metadata["parse"](text)
+        place = Place(f"environment variable {variable}")
+        values |= checked(Settings, {declared.name: value}, place)
     return values
 
 
 def load(
     path: str | os.PathLike[str] | None = None,
     environ: Mapping[str, str] | None = None,
-    **overrides: Any,
+    **overrides: object,
 ) -> Settings:
-    """Read settings: defaults, under the file, under the environment, under `overrides`.
+    """Read settings from the file, the environment and arguments; each overrides the one before.
 
     Args:
-        path: YAML file; None: the one that ``RAYRPC_CONFIG`` names, if any.
-        environ: the environment; None: ``os.environ``.
-        overrides: values by key. One that is given counts, be it None.
+        path (str | PathLike, optional): YAML file; None: the one that ``RAYRPC_CONFIG`` names.
+        environ (dict[str, str], optional): the environment; None: ``os.environ``.
+        overrides: values by key; None is a value, too.
+
+    Returns:
+        Settings: all of them; the process's current ones stay what they were.
 
     Raises:
         ConfigError: the file can't be read, a key is unknown or a value is not valid.
@@ -383,7 +294,7 @@ def load(
     elif named := environ.get(_FILE_VARIABLE):
         values |= _from_file(Path(named), f"file {named}, named by {_FILE_VARIABLE}")
     values |= _from_environ(environ)
-    values |= _checked(Settings, overrides, _Place("arguments"))
+    values |= checked(Settings, overrides, Place("arguments"))
     return Settings(**values)
 
 
@@ -392,30 +303,52 @@ _current: Settings | None = None
 
 
 def settings() -> Settings:
-    """Give this process's current settings, loaded on first use.
+    """Return this process's current settings, loaded on first use.
 
     Raises:
-        ConfigError: they were not loaded yet, and can't be.
+        ConfigError: the first use failed to load them; see ``load``.
+
+    Source: rayrpc's own.
     """
     with _lock:
         return use(load()) if _current is None else _current
 
 
-def configure(path: str | os.PathLike[str] | None = None, **overrides: Any) -> Settings:
+def configure(path: str | os.PathLike[str] | None = None, **overrides: object) -> Settings:
     """Load settings and make them this process's current ones.
 
+    Groups and workers that exist keep theirs; call it before ``init_rpc``.
+
     Args:
-        path: YAML file, as for `load`.
-        overrides: values by key, as for `load`.
+        path (str | PathLike, optional): YAML file; None: the one that ``RAYRPC_CONFIG`` names.
+        overrides: values by key, such as ``rpc_timeout=10`` (seconds); they override the
+            environment, which overrides the file.
+
+    Returns:
+        Settings: the current ones from now on.
 
     Raises:
-        ConfigError: as for `load`; the current settings stay what they were.
+        ConfigError: the file can't be read, a key is unknown or a value is not valid; the current
+            settings stay what they were.
+
+    Example:
+        >>> rayrpc.configure("configs/local.yaml", rpc_timeout=10).rpc_timeout
+        10.0
+
+    Source: rayrpc's own.
     """
-    return use(load(path, **overrides))
+    return use(load(path, None, **overrides))
 
 
 def use(new: Settings) -> Settings:
-    """Make `new` this process's current settings; no file or environment is read."""
+    """Make settings this process's current ones; no file or environment is read.
+
+    Args:
+        new (Settings): the current ones from now on.
+
+    Returns:
+        Settings: the same.
+    """
     global _current
     with _lock:
         _current = new

@@ -1,1 +1,23 @@
-"""Starting workers: ranks of a script, and servers for a notebook, as Ray actors."""
+"""Start workers as Ray actors: the ranks of a script, servers for a notebook, pools for libraries.
+
+The files, in the order in which ``rayrpc run`` meets them:
+
+- ``process``: the shim, which puts rayrpc in place in a script's process and in its children.
+- ``program``: what a process runs, described so that a rank on another host can load it.
+- ``spawning``: ``spawn`` and its context, in the place of ``torch.multiprocessing``'s.
+- ``placement``: which node has room for a worker; what is reserved there.
+- ``hosted``: the actor that is a worker; its process runs the main and serves calls.
+- ``output``: what a worker prints, from its file descriptors to this process's terminal.
+- ``workers``: ``start_workers``, for workers that only serve, in this process's group.
+- ``worker_pool``: workers for one object, in a group of their own beside this process's.
+- ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.
+
+Invariants:
+
+- Every worker is an actor named after it, and ends with the process that started it.
+- A worker's process has the program's environment before it loads torch.
+- A worker asks Ray for nothing unless the settings, or its caller, say so; a request that no node
+  can meet fails at once, by name.
+- Functions of a script pickle by reference between its ranks; those of a notebook by value.
+- A rank has rayrpc in torch's place exactly if the process that spawned it has.
+"""

@@ -1,6 +1,7 @@
 """The actor that is a worker: its process runs the rank's main and serves the rank's calls.
 
-Torch is imported only when the program is, after the environment is the program's.
+Torch must see the program's environment, so it is loaded only after ``Program.enter``: modules
+that import torch are imported inside methods here, and callables arrive as pickled bytes.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ import os
 import pickle
 import threading
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc.launch.output import Capture
+from rayrpc.launch.placement import named, this_node
 from rayrpc.launch.program import Program
 
-__all__ = ["Ended", "HostedWorker", "hosted_actor"]
+__all__ = ["Ended", "HostedWorker", "start_hosted"]
 
-GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1, "output": 1}
+CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1, "output": 1}
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Ended:
     """How a rank's main ended.
 
     Args:
-        exit_code (int): 0 if well.
-        trace (str): the traceback of an exception.
+        exit_code (int): 0 after success.
+        trace (str): the traceback of an exception, or the message of ``sys.exit(message)``.
     """
 
     exit_code: int = 0
@@ -44,9 +48,8 @@ class HostedWorker:
         label (str): what Ray's dashboard shows.
         program (Program): what the starting process runs.
         node_id (str): of the starting process.
-        settings (dict): of the starting process.
-        installed (bool): rayrpc is in the place of ``torch.distributed.rpc`` there.
-        capture (bool): what is printed goes to the starting process.
+        settings (dict): of the worker, as ``Settings.to_dict`` returns them.
+        capture (bool): send what is printed to the starting process.
     """
 
     def __init__(
@@ -55,25 +58,23 @@ class HostedWorker:
         program: Program,
         node_id: str,
         settings: dict[str, Any],
-        installed: bool,
         capture: bool,
     ) -> None:
         self._label = label
         self._program = program
-        self._installed = installed
         context = ray.get_runtime_context()
         program.enter(same_node=context.get_node_id() == node_id)
         config.use(config.Settings.from_dict(settings))
         self._captures = capture
         self._capture: Capture | None = None
-        self._capturing = threading.Event()
-        self._endpoint = HostedEndpoint(context.get_actor_name() or "", GROUPS["rpc"])
+        self._capture_decided = threading.Event()
+        self._endpoint = HostedEndpoint(context.get_actor_name() or "", CONCURRENCY_GROUPS["rpc"])
         hosted_endpoint(self._endpoint)
 
     def __repr__(self) -> str:
         return f"rayrpc.Worker({self._label})"
 
-    # -- a stand-in, as Relay -----------------------------------------------------------------
+    # -- an actor endpoint, as Relay ----------------------------------------------------------
 
     @ray.method(concurrency_group="rpc")
     def handle(self, wire: Wire) -> Wire:
@@ -82,7 +83,7 @@ class HostedWorker:
 
     @ray.method(concurrency_group="system")
     def deliver(self, call_id: int, wire: Wire) -> None:
-        """Take the late reply to a call."""
+        """Accept the late reply to a call."""
         self._endpoint.deliver(call_id, wire)
 
     @ray.method(concurrency_group="watch")
@@ -94,15 +95,26 @@ class HostedWorker:
 
     @ray.method(concurrency_group="system")
     def pid(self) -> int:
-        """Return the process."""
+        """Return the id of the worker's process."""
         return os.getpid()
 
     @ray.method(concurrency_group="main")
-    def run(self, rank: int, target: bytes) -> Ended:
-        """Load the program, and run ``fn(rank, *args)`` that ``target`` holds, pickled."""
+    def run(self, rank: int, target: bytes, enter_shim: bytes | None) -> Ended:
+        """Load the program, and run the rank's main.
+
+        Args:
+            rank (int): first argument of the main.
+            target (bytes): pickled ``(fn, args)``; ``fn(rank, *args)`` is called.
+            enter_shim (bytes, optional): a pickled function to call before the program is loaded.
+
+        Returns:
+            Ended: how the main ended; its exceptions are in there, too.
+        """
         self._start_capture()
         try:
-            self._enter()
+            if enter_shim is not None:
+                pickle.loads(enter_shim)()
+            self._program.load()
             fn, args = pickle.loads(target)
             fn(rank, *args)
             return Ended()
@@ -120,26 +132,24 @@ class HostedWorker:
         # not in __init__: after that, Ray writes marks for its own log files
         if self._captures:
             self._capture = Capture()
-        self._capturing.set()
-
-    def _enter(self) -> None:
-        if self._installed:
-            from rayrpc.launch.process import enter
-
-            enter(config.settings().to_dict())
-        self._program.load()
+        self._capture_decided.set()
 
     @ray.method(concurrency_group="output")
     def read_output(self) -> list[tuple[int, bytes]] | None:
         """Return what was printed, as soon as there is some; None at the end."""
-        self._capturing.wait()
+        self._capture_decided.wait()
         return self._capture.take() if self._capture is not None else None
 
     # -- a server -----------------------------------------------------------------------------
 
     @ray.method(concurrency_group="main")
     def join_group(self, name: str, init_method: str) -> None:
-        """Join a dynamic group, and serve its calls."""
+        """Join a dynamic group, and serve its calls.
+
+        Args:
+            name (str): of this worker.
+            init_method (str): names the group.
+        """
         self._start_capture()
         from rayrpc import api, startup
 
@@ -149,7 +159,7 @@ class HostedWorker:
 
     @ray.method(concurrency_group="main")
     def leave_group(self) -> None:
-        """Leave the group."""
+        """Leave the group, and send the rest of the output."""
         from rayrpc import api
         from rayrpc._runtime import current
 
@@ -159,7 +169,23 @@ class HostedWorker:
             self._capture.close()
 
 
-def hosted_actor() -> Any:
-    """Return the actor class, which asks Ray for nothing unless told to."""
+def start_hosted(
+    program: Program, settings: config.Settings, placed: Mapping[str, Mapping[str, Any]]
+) -> dict[str, ActorHandle[HostedWorker]]:
+    """Create one actor for each worker, without waiting until it runs.
+
+    Args:
+        program: what the workers run.
+        settings: of the workers.
+        placed: Ray's options by worker, as ``placed_options`` returns them.
+
+    Returns:
+        The actors by worker.
+    """
     remote: Any = ray.remote
-    return remote(num_cpus=0, concurrency_groups=GROUPS)(HostedWorker)
+    actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
+    shared = (program, this_node(), settings.to_dict(), settings.log_to_terminal)
+    return {
+        worker: actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
+        for worker, options in placed.items()
+    }

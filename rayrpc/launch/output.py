@@ -1,4 +1,4 @@
-"""What a rank prints, on its way to the terminal of the process that started it."""
+"""Carry what a rank prints to the terminal of the process that started it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, TextIO
 
 __all__ = ["Capture", "follow"]
 
-Chunk = tuple[int, bytes]
+Chunk = tuple[int, bytes]  # file descriptor (1 or 2), text
+MAX_CHUNKS = 256  # that one `take` returns
+MAX_CHUNK_BYTES = 1 << 16
 
 
 class Capture:
-    """Take all that this process writes to its stdout and stderr, also by C code and children."""
+    """Capture what this process writes to its stdout and stderr, also by C code and children.
+
+    File descriptors 1 and 2 become pipes until ``close``; a thread reads each of them.
+    """
 
     def __init__(self) -> None:
         self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
@@ -31,18 +37,23 @@ class Capture:
         sys.stderr = _writer(2)
 
     def _read(self, read_end: int, fd: int) -> None:
-        while chunk := os.read(read_end, 1 << 16):
+        while chunk := os.read(read_end, MAX_CHUNK_BYTES):
             self._chunks.put((fd, chunk))
         os.close(read_end)
 
     def take(self) -> list[Chunk] | None:
-        """Return what was written, as soon as there is some; None at the end."""
+        """Wait for output, and return it.
+
+        Returns:
+            Chunks in the order in which they were written to each descriptor; None after the
+            end, also to every later call.
+        """
         chunk = self._chunks.get()
         if chunk is None:
-            self._chunks.put(None)  # for who asks again
+            self._chunks.put(None)  # for later calls
             return None
         chunks = [chunk]
-        while len(chunks) < 256:
+        while len(chunks) < MAX_CHUNKS:
             try:
                 chunk = self._chunks.get_nowait()
             except queue.Empty:
@@ -53,14 +64,19 @@ class Capture:
             chunks.append(chunk)
         return chunks
 
-    def close(self, patience: float = 2.0) -> None:
-        """Pass on what is left, then mark the end."""
+    def close(self, timeout: float = 2.0) -> None:
+        """Restore stdout and stderr; ``take`` then returns the rest, and None.
+
+        Args:
+            timeout (float): for each of the two, how long to wait in seconds until no child
+                process has it open any more.
+        """
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for fd, saved in self._saved.items():
             os.dup2(saved, fd)
         for reader in self._readers:
-            reader.join(patience)  # a child that still holds the pipe must not hold us
+            reader.join(timeout)
         self._chunks.put(None)
 
 
@@ -68,16 +84,19 @@ def _writer(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def follow(actor: Any, get: Any, prefix: str = "") -> threading.Thread:
-    """Write what a rank prints to this process's stdout and stderr, until its end.
+def follow(actor: Any, get: Callable[[Any], Any], prefix: str = "") -> threading.Thread:
+    """Write what a rank prints to this process's stdout and stderr, until the rank ends.
 
     Args:
-        actor: with a method ``read_output``.
-        get: waits for its result (``ray.get``).
-        prefix: put before every line; none: the bytes go through as they are.
+        actor (ActorHandle): has a method ``read_output``, which returns what ``Capture.take`` does.
+        get (Callable): waits for its result (``ray.get``).
+        prefix (str): put before every line; empty: chunks are written as they come.
+
+    Returns:
+        threading.Thread: the one that writes; it ends when all is written.
     """
 
-    begun = {1: b"", 2: b""}  # lines without an end, where lines get a prefix
+    begun = {1: b"", 2: b""}  # with a prefix: lines whose end is still to come
 
     def write(fd: int, chunk: bytes) -> None:
         if prefix:
@@ -94,7 +113,7 @@ def follow(actor: Any, get: Any, prefix: str = "") -> threading.Thread:
             try:
                 chunks = get(actor.read_output.remote())
             except Exception:
-                chunks = None  # it died; whoever waits for it learns of that by itself
+                chunks = None  # the actor died; its `run` or `join_group` reports that
             if chunks is None:
                 break
             for fd, chunk in chunks:

@@ -1,4 +1,4 @@
-"""Where workers can run: ask for resources, and say at once which are missing."""
+"""Where workers can run: check what they ask for, reserve it, and wait for their processes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc.config import Settings, WorkerResources
@@ -15,9 +16,9 @@ from rayrpc.errors import PlacementError
 __all__ = [
     "check_placeable",
     "demands",
-    "free_group",
     "named",
     "placed_options",
+    "release_placement",
     "this_node",
     "wait_placed",
 ]
@@ -36,7 +37,7 @@ def named(worker: str, settings: Settings) -> dict[str, str]:
 
 
 def demands(want: WorkerResources) -> dict[str, float]:
-    """Return the resources that a worker asks for, under Ray's names."""
+    """Return the resources that a worker asks for, under Ray's names; amounts of 0 are left out."""
     demand = {"CPU": want.num_cpus, "GPU": want.num_gpus, **want.resources}
     if want.memory is not None:
         demand["memory"] = want.memory
@@ -44,13 +45,13 @@ def demands(want: WorkerResources) -> dict[str, float]:
 
 
 def check_placeable(wanted: Mapping[str, WorkerResources]) -> None:
-    """Check that some node could run each worker, were it idle.
+    """Check that each worker fits on some node, were that node idle.
 
     Args:
-        wanted: by worker.
+        wanted (dict[str, WorkerResources]): by worker.
 
     Raises:
-        PlacementError: none could; the message names the worker and the resource.
+        PlacementError: one fits on none; the message names the worker and the resource.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for worker, want in wanted.items():
@@ -72,17 +73,21 @@ def check_placeable(wanted: Mapping[str, WorkerResources]) -> None:
 
 
 def placed_options(
-    wanted: Mapping[str, WorkerResources], strategy: str | None, patience: float
+    wanted: Mapping[str, WorkerResources], strategy: str | None, timeout: float
 ) -> dict[str, dict[str, Any]]:
-    """Return Ray's options for each worker's actor.
+    """Reserve resources, and return Ray's options for each worker's actor.
 
     Args:
-        wanted: by worker.
-        strategy: how to lay the workers out over the nodes; None: each by itself.
-        patience: how long to wait for resources that others hold, in seconds.
+        wanted (dict[str, WorkerResources]): by worker.
+        strategy (str, optional): how to lay the workers out over the nodes; None: each by itself,
+            with nothing reserved.
+        timeout (float): how long to wait for resources that others hold, in seconds.
+
+    Returns:
+        Options by worker; give them to ``release_placement`` when the workers have ended.
 
     Raises:
-        PlacementError: they did not become free.
+        PlacementError: the resources did not become free in time.
     """
     options: dict[str, dict[str, Any]] = {}
     for worker, want in wanted.items():
@@ -95,13 +100,13 @@ def placed_options(
             options[worker]["memory"] = want.memory
     if strategy is None:
         return options
-    # a group lays out what its members ask for, so those that ask for nothing get a token
+    # Ray refuses an empty bundle, so a worker that asks for nothing gets a token amount
     bundles = [demands(want) or {"CPU": 0.001} for want in wanted.values()]
     group = ray.util.placement_group(bundles, strategy=strategy)
-    if not group.wait(patience):
+    if not group.wait(timeout):
         ray.util.remove_placement_group(group)
         raise PlacementError(
-            f"Workers {', '.join(wanted)} could not be placed with {strategy} in {patience:g} s: "
+            f"Workers {', '.join(wanted)} could not be placed with {strategy} in {timeout:g} s: "
             f"they ask for {bundles}, and free are {_free()}. Wait for other programs, or raise "
             "placement_timeout."
         )
@@ -114,8 +119,12 @@ def placed_options(
     return options
 
 
-def free_group(options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give back what ``placed_options`` reserved for workers that have ended."""
+def release_placement(options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Release what ``placed_options`` reserved.
+
+    Args:
+        options (dict): as ``placed_options`` returned them.
+    """
     for option in options.values():
         strategy = option.get("scheduling_strategy")
         if strategy is not None:
@@ -124,27 +133,30 @@ def free_group(options: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def wait_placed(
-    actors: Mapping[str, Any], wanted: Mapping[str, WorkerResources], patience: float
+    actors: Mapping[str, ActorHandle[Any]], wanted: Mapping[str, WorkerResources], timeout: float
 ) -> dict[str, int]:
-    """Wait until every worker's process runs; return their pids.
+    """Wait until every worker's process runs.
 
     Args:
-        actors, wanted: by worker.
-        patience: how long to wait in seconds.
+        actors (dict[str, ActorHandle]): by worker.
+        wanted (dict[str, WorkerResources]): by worker.
+        timeout (float): how long to wait, in seconds.
+
+    Returns:
+        Process ids by worker.
 
     Raises:
         PlacementError: some did not start in time, for lack of free resources.
     """
     refs = {worker: actor.pid.remote() for worker, actor in actors.items()}
-    ready, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=patience)
+    _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
     if late:
         worker = next(name for name, ref in refs.items() if ref in late)
         raise PlacementError(
-            f"Worker {worker!r} was not started in {patience:g} s: it asks for "
+            f"Worker {worker!r} was not started in {timeout:g} s: it asks for "
             f"{demands(wanted[worker]) or 'nothing'}, and free are {_free()}. Wait for other "
             "programs, ask for less in the setting `workers`, or raise placement_timeout."
         )
-    del ready
     return dict(zip(refs, ray.get(list(refs.values())), strict=True))
 
 

@@ -1,53 +1,86 @@
-"""A script's own processes: the shim is in place in them too, before they load the script.
+"""Put rayrpc in place for a script, and for the processes that the script starts.
 
-``multiprocessing`` sends a spawned child a dictionary before anything else; an entry of ours in
-it is unpickled there first, and that installs the shim.  Forked children have it already.
+``multiprocessing`` sends a spawned child a dictionary, which the child unpickles before it loads
+the script.  An entry of ours in that dictionary enters the shim there.  Forked children inherit it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing.spawn
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.multiprocessing
 
-from rayrpc import compat, config
+from rayrpc import config
 
-__all__ = ["enter"]
+__all__ = ["Shim", "get_install", "set_install"]
 
 _spawn_module: Any = multiprocessing.spawn
 _get_preparation_data = _spawn_module.get_preparation_data
 
-
-class _Shim:
-    """Unpickles to nothing, after ``enter``."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
-
-    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
-        return enter, (self._settings,)
+_install: Callable[[], None] | None = None
 
 
-def _preparation_data(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = _get_preparation_data(name)
-    data["rayrpc"] = _Shim(config.settings().to_dict())
-    return data
+def set_install(install: Callable[[], None] | None) -> None:
+    """Set the function that puts rayrpc in the place of ``torch.distributed.rpc``.
+
+    Args:
+        install (Callable, optional): importable by name; None: torch is in its own place here.
+    """
+    global _install
+    _install = install
 
 
-def enter(settings: dict[str, Any]) -> None:
-    """Put rayrpc in place for a script: RPC, spawned ranks, and processes that it starts.
+def get_install() -> Callable[[], None] | None:
+    """Return what ``set_install`` was given; None: torch is in its own place here."""
+    return _install
+
+
+@dataclass(frozen=True)
+class Shim:
+    """All that stands in torch's place in a script's process; its functions pickle by reference.
 
     Args:
         settings (dict): as ``Settings.to_dict`` returns them.
+        install (Callable): puts rayrpc in the place of ``torch.distributed.rpc``.
+        start_processes (Callable): takes the place of ``torch.multiprocessing``'s function of
+            this name, and of ``spawn``.
     """
-    from rayrpc.launch import spawning
 
-    config.use(config.Settings.from_dict(settings))
-    compat.install()
-    _spawn_module.get_preparation_data = _preparation_data
-    mp: Any = torch.multiprocessing
-    mp.spawn = mp.start_processes = spawning.start_processes
-    module: Any = sys.modules["torch.multiprocessing.spawn"]  # "spawn" in mp is the function
-    module.spawn = module.start_processes = spawning.start_processes
+    settings: dict[str, Any]
+    install: Callable[[], None]
+    start_processes: Callable[..., Any]
+
+    def enter(self) -> None:
+        """Put rayrpc in place in this process, and in those that it starts from now on.
+
+        Raises:
+            ConfigError: a setting is unknown or not valid.
+        """
+        config.use(config.Settings.from_dict(self.settings))
+        self.install()
+        _spawn_module.get_preparation_data = self._preparation_data
+        mp: Any = torch.multiprocessing
+        mp.spawn = mp.start_processes = self.start_processes
+        module: Any = sys.modules["torch.multiprocessing.spawn"]  # "spawn" in mp is the function
+        module.spawn = module.start_processes = self.start_processes
+
+    def _preparation_data(self, name: str) -> dict[str, Any]:
+        data: dict[str, Any] = _get_preparation_data(name)
+        now = config.settings().to_dict()  # the script may have changed them
+        data["rayrpc"] = _Entry(dataclasses.replace(self, settings=now))
+        return data
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Enters the shim where it is unpickled; unpickles to None."""
+
+    shim: Shim
+
+    def __reduce__(self) -> tuple[Callable[[Shim], None], tuple[Shim]]:
+        return Shim.enter, (self.shim,)

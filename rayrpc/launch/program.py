@@ -1,8 +1,8 @@
-"""The program that a rank runs: the script of the process that starts it, made anew elsewhere.
+"""The program that a rank runs: the script of the process that starts it, loaded elsewhere.
 
 A rank loads the script the way ``multiprocessing`` does: as the module ``__mp_main__``, which is
-``__main__`` there too.  So its functions are the same by reference in all ranks, and what stands
-behind ``if __name__ == "__main__"`` runs once, in the process that starts them.
+``__main__`` there too.  So its functions pickle by reference in all ranks, and what follows
+``if __name__ == "__main__"`` runs once, in the process that starts them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pathlib import Path
 
 __all__ = ["Program", "run_as_main"]
 
-# What Ray itself set in this process, or what belongs to one machine alone.
+# Prefixes of variables that Ray set in this process, or that belong to one machine alone.
 _NOT_SENT = ("RAY_", "RAYRPC_INTERNAL_")
 
+# Read when the module is imported, which is before the script runs: only a copy from that time
+# shows which variables the script changed.
 _environ_at_start = dict(os.environ)
 
 
@@ -33,9 +35,11 @@ class Program:
         path (str): of the script; empty if there is none (a notebook, a console).
         module (str): name of the module that ``python -m`` runs; empty if none.
         source (bytes): the script's text, for nodes that do not have the file.
-        argv, sys_path, cwd: of the process.
-        environ (dict): its environment.
-        changed (frozenset): names in it that the process itself changed.
+        argv (list[str]): ``sys.argv`` of the process.
+        sys_path (list[str]): its ``sys.path``.
+        cwd (str): its working directory; empty: ranks stay in their own.
+        environ (dict[str, str]): its environment.
+        changed (frozenset[str]): names in it that the process itself changed.
     """
 
     path: str = ""
@@ -49,7 +53,11 @@ class Program:
 
     @staticmethod
     def of_this_process() -> Program:
-        """Describe what this process runs."""
+        """Describe what this process runs.
+
+        Returns:
+            Program: with the environment less what belongs to Ray or to this machine.
+        """
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         module = "" if spec is None or spec.name == "__main__" else spec.name
@@ -70,7 +78,11 @@ class Program:
 
     @staticmethod
     def without_script() -> Program:
-        """Describe where this process runs, for workers that only serve."""
+        """Describe where this process runs, for workers that only serve.
+
+        Returns:
+            Program: with this process's ``sys.path`` and environment alone.
+        """
         here = Program.of_this_process()
         return Program(sys_path=here.sys_path, environ=here.environ)
 
@@ -78,8 +90,8 @@ class Program:
         """Give this process the environment of the program; before torch is imported.
 
         Args:
-            same_node: this process is on the node of the one that was described. On another,
-                only what is missing there, or what the program changed, is taken over.
+            same_node (bool): this process is on the node of the described one.  On another node,
+                only variables that are missing there, or that the program changed, are set.
         """
         for name, value in self.environ.items():
             if same_node or name in self.changed or name not in os.environ:
@@ -94,7 +106,11 @@ class Program:
         sys.argv[:] = self.argv
 
     def load(self) -> None:
-        """Load the program as ``__mp_main__``, which is ``__main__`` from then on."""
+        """Load the program as ``__mp_main__``, which is ``__main__`` from then on.
+
+        Raises:
+            Exception: whatever the program's own lines raise.
+        """
         if self.module:
             _set_main(_run_module(self.module))
         elif self.path:
@@ -126,12 +142,13 @@ def run_as_main(path: str, argv: list[str], environ: Mapping[str, str] | None = 
     """Run a script as ``python path argv`` would, in this process.
 
     Args:
-        path: of the script.
-        argv: its arguments.
-        environ: added to the environment.
+        path (str): of the script.
+        argv (list[str]): its arguments.
+        environ (dict[str, str], optional): added to the environment.
 
     Raises:
         FileNotFoundError: there is no such script.
+        BaseException: whatever the script raises, ``SystemExit`` included.
     """
     os.environ.update(environ or {})
     file = Path(path)

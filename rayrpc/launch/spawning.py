@@ -7,55 +7,64 @@ import math
 import pickle
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import Any, Literal, overload
 
 import cloudpickle
 import ray
 import torch.multiprocessing
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+)
 
-from rayrpc import compat, config
+from rayrpc import config
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.transport import cause_of
-from rayrpc.launch.hosted import Ended, hosted_actor
+from rayrpc.launch.hosted import Ended, HostedWorker, start_hosted
 from rayrpc.launch.output import follow
 from rayrpc.launch.placement import (
     check_placeable,
-    free_group,
-    named,
     placed_options,
-    this_node,
+    release_placement,
     wait_placed,
 )
+from rayrpc.launch.process import Shim, get_install
 from rayrpc.launch.program import Program
 
-__all__ = ["RankContext", "spawn"]
+__all__ = ["RankContext", "spawn", "start_processes"]
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_SECONDS = 5.0
-TURN_SECONDS = 0.5
+OUTPUT_SECONDS = 5.0  # to write what ranks printed before they ended
+WAIT_SECONDS = 0.5  # at most, until Python can handle a Ctrl-C
 
 
 class RankContext:
     """The ranks of one ``spawn``, with the interface of torch's ``ProcessContext``.
 
+    ``spawn(..., join=False)`` returns one.
+
     Args:
-        actors: one a rank.
-        pids: their processes.
-        refs: of their mains.
-        outputs: threads that follow what they print.
-        options: that Ray got for each.
+        actors (list[ActorHandle]): one for each rank.
+        pids (list[int]): their processes.
+        refs (list[ObjectRef]): results of the actors' ``run``.
+        outputs (list[Thread]): threads that write what ranks print.
+        options (dict): by rank's name, as ``placed_options`` returned them.
+
+    Source: ``torch.multiprocessing.spawn.ProcessContext``.
     """
 
     def __init__(
         self,
-        actors: list[Any],
-        pids: list[int],
-        refs: list[Any],
-        outputs: list[Any],
+        actors: Sequence[ActorHandle[HostedWorker]],
+        pids: Sequence[int],
+        refs: Sequence[ray.ObjectRef[Ended]],
+        outputs: Sequence[Thread],
         options: dict[str, dict[str, Any]],
     ) -> None:
         self._options = options
@@ -65,22 +74,29 @@ class RankContext:
         self._outputs = outputs
 
     def pids(self) -> list[int]:
-        """Return the process of each rank."""
+        """Return the process id of each rank, on the rank's own node.
+
+        Source: ``torch.multiprocessing.spawn.ProcessContext.pids``.
+        """
         return list(self._pids)
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait for ranks to end; the first that fails ends them all.
 
         Args:
-            timeout (float, optional): how long to wait in seconds.
-            grace_period (float, optional): how long the others get to end by themselves.
+            timeout (float, optional): how long to wait for the next ranks to end, in seconds;
+                None: without limit.
+            grace_period (float, optional): how long the other ranks may run on after one has
+                failed, in seconds; None: not at all.
 
         Returns:
-            True if all have ended well.
+            True if all ranks have ended well; False if some still run.
 
         Raises:
-            ProcessRaisedException: a rank raised; with its traceback.
+            ProcessRaisedException: a rank raised an error; the message has its traceback.
             ProcessExitedException: a rank's process died, or exited with a code other than 0.
+
+        Source: ``torch.multiprocessing.spawn.ProcessContext.join``.
         """
         if not self._rank_of:
             return True
@@ -95,30 +111,30 @@ class RankContext:
         self._end_all()
         return True
 
-    def _wait(self, timeout: float | None) -> list[Any]:
-        """Return the mains that have ended, as soon as one has."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
+    def _wait(self, timeout: float | None) -> list[ray.ObjectRef[Ended]]:
+        """Return the results that are there, as soon as there is one."""
+        remaining = _count_down(timeout)
         while True:
-            left = end - time.monotonic()
-            # in short turns: between them, Python sees a Ctrl-C whatever Ray does with it
-            ready, _ = ray.wait(list(self._rank_of), timeout=max(0.0, min(left, TURN_SECONDS)))
-            if ready or left <= TURN_SECONDS:
+            left = remaining()
+            # not all of it at once: between waits, Python handles a Ctrl-C whatever Ray does
+            ready, _ = ray.wait(list(self._rank_of), timeout=min(left, WAIT_SECONDS))
+            if ready or left <= WAIT_SECONDS:
                 return list(ready)
 
-    def _check(self, rank: int, ref: Any, grace_period: float | None) -> None:
+    def _check(self, rank: int, ref: ray.ObjectRef[Ended], grace_period: float | None) -> None:
         pid = self._pids[rank]
         try:
-            ended: Ended = ray.get(ref)
+            ended = ray.get(ref)
         except RayActorError as exc:
-            self._linger(grace_period)
+            self._wait_for_others(grace_period)
             raise ProcessExitedException(
                 f"process {rank} (pid {pid}) terminated: {cause_of(exc)}", rank, pid, 1
             ) from None
         self._outputs[rank].join(OUTPUT_SECONDS)
-        ray.kill(self._actors[rank])  # its main is done; so is a plain process then
+        ray.kill(self._actors[rank])  # a plain process, too, ends with its main
         if ended.exit_code == 0:
             return
-        self._linger(grace_period)
+        self._wait_for_others(grace_period)
         if ended.trace:
             raise ProcessRaisedException(
                 f"\n\n-- Process {rank} terminated with the following error:\n{ended.trace}",
@@ -132,21 +148,61 @@ class RankContext:
             ended.exit_code,
         )
 
-    def _linger(self, grace_period: float | None) -> None:
+    def _wait_for_others(self, grace_period: float | None) -> None:
         if grace_period and self._rank_of:
             ray.wait(list(self._rank_of), num_returns=len(self._rank_of), timeout=grace_period)
 
     def _end_all(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        free_group(self._options)
-        end = time.monotonic() + OUTPUT_SECONDS
+        release_placement(self._options)
+        remaining = _count_down(OUTPUT_SECONDS)
         for output in self._outputs:
-            output.join(max(0.0, end - time.monotonic()))
+            output.join(remaining())
+
+
+def _count_down(timeout: float | None) -> Callable[[], float]:
+    """Return a function of the seconds that are left: infinity without a timeout, 0 at the end."""
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    return lambda: max(0.0, end - time.monotonic())
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: Literal[True] = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> None: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    *,
+    join: Literal[False],
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> RankContext: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> RankContext | None: ...
 
 
 def spawn(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
     join: bool = True,
@@ -159,11 +215,11 @@ def spawn(
     ``rank0``, ``rank1``, ...  They load this process's script as ``multiprocessing`` would.
 
     Args:
-        fn (Callable): called as ``fn(rank, *args)``.
-        args (tuple): its further arguments.
+        fn (Callable): called as ``fn(rank, *args)``; its result is ignored.
+        args (tuple): its further arguments; they are pickled.
         nprocs (int): how many ranks.
         join (bool): wait for all of them.
-        daemon (bool): accepted; ranks always end with the process that started them.
+        daemon (bool): accepted and ignored; ranks always end with the process that started them.
         start_method (str): accepted as torch does: only "spawn" has a meaning.
 
     Returns:
@@ -171,7 +227,8 @@ def spawn(
 
     Raises:
         PlacementError: a rank asks for resources that no node has, or that did not become free.
-        ProcessRaisedException, ProcessExitedException: as ``RankContext.join``.
+        ProcessRaisedException, ProcessExitedException: a rank failed; see ``RankContext.join``.
+        RuntimeError: an argument can only be inherited (a queue or lock of ``multiprocessing``).
 
     Source: ``torch.multiprocessing.spawn``.
     """
@@ -186,30 +243,20 @@ def spawn(
     wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
     check_placeable(wanted)
     options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
-    worker = hosted_actor()
-    shared = (
-        program,
-        this_node(),
-        settings.to_dict(),
-        compat.is_installed(),
-        settings.log_to_terminal,
-    )
-    actors = [
-        worker.options(**options[name], **named(name, settings)).remote(name, *shared)
-        for name in wanted
-    ]
+    enter_shim = _dump_shim(settings)
+    actors = start_hosted(program, settings, options)
     try:
-        pids = wait_placed(
-            dict(zip(wanted, actors, strict=True)), wanted, settings.placement_timeout
-        )
-        outputs = [follow(actor, ray.get) for actor in actors]
-        refs = [actor.run.remote(rank, target) for rank, actor in enumerate(actors)]
+        pids = wait_placed(actors, wanted, settings.placement_timeout)
+        outputs = [follow(actor, ray.get) for actor in actors.values()]
+        refs = [
+            actor.run.remote(rank, target, enter_shim) for rank, actor in enumerate(actors.values())
+        ]
     except BaseException:
-        for actor in actors:
+        for actor in actors.values():
             ray.kill(actor)
-        free_group(options)
+        release_placement(options)
         raise
-    context = RankContext(actors, list(pids.values()), refs, outputs, options)
+    context = RankContext(list(actors.values()), list(pids.values()), refs, outputs, options)
     if not join:
         return context
     while not context.join():
@@ -218,7 +265,7 @@ def spawn(
 
 
 def _dump(fn: Any, args: Any, by_value: bool) -> bytes:
-    if by_value:  # a notebook's functions are nowhere else
+    if by_value:  # other processes cannot import a notebook's functions
         return bytes(cloudpickle.dumps((fn, args), 5))
     try:
         return pickle.dumps((fn, args), 5)
@@ -228,23 +275,44 @@ def _dump(fn: Any, args: Any, by_value: bool) -> bytes:
         return bytes(cloudpickle.dumps((fn, args), 5))
 
 
+def _dump_shim(settings: config.Settings) -> bytes | None:
+    """Return what ``HostedWorker.run`` calls, so that ranks have rayrpc in place if we have."""
+    install = get_install()
+    if install is None:
+        return None
+    return pickle.dumps(Shim(settings.to_dict(), install, start_processes).enter)
+
+
+# Kept from import time: later, the shim has ours in its place.
 _mp: Any = torch.multiprocessing
-_spawn_processes = _mp.start_processes
+_start_torch_processes = _mp.start_processes
 
 
 def start_processes(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> Any:
+) -> RankContext | ProcessContext | None:
     """Stand for ``torch.multiprocessing.start_processes`` and ``spawn`` in a script.
 
     What only children of this process can do stays with torch: another start method than
     "spawn", and arguments that must be inherited (queues, locks, events).  Such ranks are
     processes of their own, and attach to the cluster when they call ``init_rpc``.
+
+    Args:
+        fn, args, nprocs, join, daemon: see ``spawn``.
+        start_method (str): "spawn" for actors; any other is torch's.
+
+    Returns:
+        None if ``join``, else a context to join.
+
+    Raises:
+        PlacementError, ProcessRaisedException, ProcessExitedException: see ``spawn``.
+
+    Source: ``torch.multiprocessing.start_processes``.
     """
     if start_method == "spawn":
         try:
@@ -253,4 +321,7 @@ def start_processes(
             if "through inheritance" not in str(exc):
                 raise
             logger.warning("ranks stay processes of this machine: %s", exc)
-    return _spawn_processes(fn, args, nprocs, join, daemon, start_method)
+    started: ProcessContext | None = _start_torch_processes(
+        fn, args, nprocs, join, daemon, start_method
+    )
+    return started

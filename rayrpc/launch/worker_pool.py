@@ -1,8 +1,9 @@
-"""Workers that one object of this process has for itself, beside any group it is in."""
+"""Workers for one object of this process, independent of any group that the process is in."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import threading
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
+from torch.futures import Future
 
 from rayrpc import api, config, startup
 from rayrpc._runtime.agent import Agent
@@ -19,65 +22,69 @@ from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect, through_client
 from rayrpc.config import WorkerResources
 from rayrpc.errors import PlacementError
+from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
 __all__ = ["OWNER", "WorkerPool", "count_cpus"]
 
-OWNER = "owner"  # the name by which workers know the process that started them
-LEAVE_SECONDS = 5.0
+OWNER = "owner"  # name, in the pools' group, of the process that started the workers
+LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
 
 def count_cpus() -> int:
-    """Return how many CPUs the cluster has."""
+    """Return how many CPUs the cluster has, in whole ones, and at least 1."""
     connect(config.settings())
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 class _Membership:
-    """This process in the group of its worker_pools, as long as there are any."""
+    """This process's membership in the group of its pools, which lasts as long as one of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._worker_pools = 0
-        self._agent: Any = None
+        self._pools = 0
+        self._agent: Agent | None = None
         self._names = itertools.count()
 
     def enter(self, settings: config.Settings) -> Agent:
-        """Return the agent, for one worker_pool more."""
+        """Return the agent, started with the first pool; each pool calls ``leave`` at its end."""
         with self._lock:
             if self._agent is None:
                 options = startup.default_options(settings)
-                options.init_method = f"ray://worker_pool-{uuid.uuid4().hex[:8]}"
+                options.init_method = f"ray://pools-{uuid.uuid4().hex[:8]}"
                 self._agent = startup.make_agent(OWNER, -1, None, options, settings, api.user_api)
                 self._agent.start()
-            self._worker_pools += 1
-            agent: Agent = self._agent
-            return agent
+            self._pools += 1
+            return self._agent
 
     def leave(self) -> None:
-        """Take note that a worker_pool has ended."""
+        """Count one pool less; after the last one, leave the group."""
         with self._lock:
-            self._worker_pools -= 1
-            if self._worker_pools:
+            self._pools -= 1
+            if self._pools:
                 return
             agent, self._agent = self._agent, None
-        agent.shutdown()
+        if agent is not None:
+            agent.shutdown()
 
     def new_name(self) -> str:
-        """Return a name that no worker has had."""
+        """Return a name that no worker of this process has had."""
         return f"worker-{next(self._names)}"
 
 
 _membership = _Membership()
 
 
-def _after_fork() -> None:
-    global _membership
-    _membership = _Membership()  # a child has neither the agent's threads nor its connections
+@functools.cache
+def _handle_forks() -> None:
+    """Give forked children a membership of their own; only the first call does something."""
 
+    def after_fork() -> None:
+        global _membership
+        _membership = _Membership()  # a child has neither the agent's threads nor its connections
 
-os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=after_fork)
 
 
 class WorkerPool:
@@ -88,10 +95,12 @@ class WorkerPool:
 
     Args:
         here (bool): start workers on this process's node only.
-        at_exit (Callable, optional): called when the program ends, to ``stop``; default: that.
+        at_exit (Callable, optional): called when the program ends; it must call ``stop``.
+            Default: ``stop``.
 
     Raises:
         PlacementError: ``here``, but this process is on no node of the cluster.
+        GroupError: this process could not join the group.
     """
 
     def __init__(self, here: bool = False, at_exit: Callable[[], None] | None = None) -> None:
@@ -103,20 +112,28 @@ class WorkerPool:
                 "outside of the cluster (Ray Client): run it on a node, or send copies"
             )
         self._node = this_node() if here else None
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[str, ActorHandle[HostedWorker]] = {}
         self._node_of: dict[str, str] = {}
         self._stopped = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._at_exit = at_exit or self.stop
+        _handle_forks()
         self._agent = _membership.enter(self._settings)
         atexit.register(self._end_with_program)
 
     def start(self, count: int) -> list[str]:
-        """Start workers, wait until they serve, and return their names.
+        """Start workers, and wait until they serve.
+
+        Args:
+            count (int): how many.
+
+        Returns:
+            Their names, unique in this process.
 
         Raises:
-            PlacementError: the cluster has not what the setting ``workers`` asks for.
+            PlacementError: the cluster has not what the setting ``workers`` asks for, or the pool
+                was stopped meanwhile.
         """
         settings = self._settings
         names = [_membership.new_name() for _ in range(count)]
@@ -135,7 +152,7 @@ class WorkerPool:
         raise PlacementError("the workers that were being started are not needed any more")
 
     def _strategy(self, name: str, want: WorkerResources) -> Any:
-        """Return where a worker is to run: here, or where there are most CPUs for each worker."""
+        """Return a worker's node: this one, or that with the most CPUs for each worker."""
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         if self._node is not None:
             return affinity(self._node, soft=False)
@@ -144,23 +161,37 @@ class WorkerPool:
         }
         if demands(want) or not any(cpus.values()):
             return "SPREAD"
-        # Ray itself puts workers that ask for nothing anywhere
+        # Ray itself may put all workers that ask for nothing on one node
         there = Counter(self._node_of.values())
         node = min((each for each in cpus if cpus[each]), key=lambda n: (there[n] + 1) / cpus[n])
         self._node_of[name] = node
         return affinity(node, soft=True)
 
-    def call(self, name: str, func: Any, args: tuple[Any, ...]) -> Any:
-        """Call a worker, without a timeout; return a Future, which fails if the worker dies."""
+    def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
+        """Call ``func(*args)`` on a worker, without a timeout.
+
+        Args:
+            name (str): the worker.
+            func (Callable): runs there.
+            args (tuple): its arguments.
+
+        Returns:
+            Future: of the result; it fails if the worker dies.
+        """
         member = self._agent.lookup(name)
-        return self._agent.caller.future(member, Invocation(func, args), None)
+        future: Future[Any] = self._agent.caller.future(member, Invocation(func, args), None)
+        return future
 
     def end(self, names: Sequence[str]) -> None:
-        """End workers when what they have printed is here."""
+        """End workers; each has 5 seconds to send the rest of its output.
+
+        Args:
+            names (list[str]): of the workers; names of none are ignored.
+        """
         actors = [self._actors.pop(name) for name in names if name in self._actors]
         for name in names:
             self._node_of.pop(name, None)
-        if not ray.is_initialized():  # any more: they ended with it
+        if not ray.is_initialized():  # Ray was shut down, and has ended them
             return
         refs = [actor.leave_group.remote() for actor in actors]
         if refs:
@@ -169,11 +200,14 @@ class WorkerPool:
             ray.kill(actor)
 
     def _end_with_program(self) -> None:
-        if os.getpid() == self._pid:  # a fork has none of this
+        if os.getpid() == self._pid:  # a forked child does not own the workers
             self._at_exit()
 
     def stop(self) -> None:
-        """End all workers at once."""
+        """End all workers at once; later calls do nothing.
+
+        The process leaves the pools' group when its last pool stops.
+        """
         with self._lock:
             if self._stopped:
                 return

@@ -7,38 +7,58 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
-from rayrpc import api, compat, config, startup
+from rayrpc import api, config, startup
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
-from rayrpc.launch.hosted import hosted_actor
+from rayrpc.launch.hosted import HostedWorker, start_hosted
 from rayrpc.launch.output import follow
 from rayrpc.launch.placement import (
     check_placeable,
-    free_group,
-    named,
     placed_options,
-    this_node,
+    release_placement,
     wait_placed,
 )
 from rayrpc.launch.program import Program
 
 __all__ = ["WorkerGroup", "start_into", "start_with", "start_workers"]
 
+LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
+
 
 class WorkerGroup:
-    """Workers that this process started; index by name, iterate over their WorkerInfo.
+    """Workers that this process started, as ``start_workers`` returns them.
+
+    ``group[name]`` is the WorkerInfo of one, ``iter(group)`` yields those of all, and
+    ``len(group)`` is their number.
 
     Args:
-        actors: by worker name.
-        placed: the options that ``placed_options`` gave for them.
+        actors (dict[str, ActorHandle]): by worker.
+        placed (dict): by worker, as ``placed_options`` returned them.
+
+    Raises:
+        KeyError: by ``group[name]``: no worker of this name was started here.
+        NotInitializedError: by ``group[name]`` and by iterating: RPC was shut down.
+
+    Example:
+        >>> group = rayrpc.start_workers(["alice", "bob"])
+        >>> rayrpc.rpc_sync(group["alice"], torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
+        >>> group.stop()
+
+    Source: rayrpc's own.
     """
 
-    def __init__(self, actors: dict[str, Any], placed: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        actors: dict[str, ActorHandle[HostedWorker]],
+        placed: dict[str, dict[str, Any]],
+    ) -> None:
         self._actors = actors
         self._placed = placed
 
@@ -62,20 +82,24 @@ class WorkerGroup:
         return str(current.get_agent()._repr_html_())
 
     def stop(self) -> None:
-        """End these workers; ``rpc.shutdown()`` in the process that started them does, too."""
+        """End these workers, and release their resources; later calls do nothing.
+
+        They have 5 seconds to leave the group.  ``rpc.shutdown()`` in the process that started
+        them ends them, too.
+        """
         actors, self._actors = self._actors, {}
-        if not ray.is_initialized():  # any more: they ended with it
+        if not ray.is_initialized():  # Ray was shut down, and has ended them
             return
         refs = [actor.leave_group.remote() for actor in actors.values()]
-        ray.wait(refs, num_returns=len(refs), timeout=5)
+        ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
         for actor in actors.values():
             ray.kill(actor)
-        free_group(self._placed)
+        release_placement(self._placed)
 
 
 def start_workers(
     names: Sequence[str],
-    resources: Mapping[str, Any] | None = None,
+    resources: Mapping[str, float | Mapping[str, float]] | None = None,
     me: str = "driver",
 ) -> WorkerGroup:
     """Start workers that serve calls, as Ray actors, and join their group.
@@ -84,17 +108,23 @@ def start_workers(
     workers join that, or the dynamic group that this process is in.
 
     Args:
-        names (list[str]): of the workers, unique.
-        resources (dict, optional): what each asks Ray for: ``num_cpus``, ``num_gpus``,
-            ``memory`` and ``resources``; not given, what the setting ``workers`` says.
+        names (list[str]): of the workers, unique in the group.
+        resources (dict, optional): what each asks Ray for: any of ``num_cpus``, ``num_gpus``,
+            ``memory`` (bytes) and ``resources`` (amounts by name); None: what the setting
+            ``workers`` says.
         me (str): name of this process, if it is not in a group yet.
 
     Returns:
-        WorkerGroup: of the new workers.
+        WorkerGroup: of the new workers, which serve already.
 
     Raises:
-        PlacementError: a worker asks for resources that no node has.
+        PlacementError: a worker asks for resources that no node has, or that did not become free
+            in the seconds of the setting ``placement_timeout``.
         GroupError: this process is in a group of fixed size, or a name is taken.
+        ConfigError: ``resources`` has a value that is not valid.
+        TypeError: ``names`` is one string, or ``resources`` has an unknown key.
+
+    Source: rayrpc's own.
     """
     if isinstance(names, str):
         raise TypeError(f"names must be a list of worker names, got the string {names!r}")
@@ -104,14 +134,26 @@ def start_workers(
 def start_with(
     settings: config.Settings,
     names: Sequence[str],
-    resources: Mapping[str, Any] | None = None,
+    resources: Mapping[str, float | Mapping[str, float]] | None = None,
     me: str = "driver",
 ) -> WorkerGroup:
-    """Start workers with settings of their own; see ``start_workers``."""
+    """Start workers with settings of their own.
+
+    Args:
+        settings: of the workers, and of this process where it joins a group.
+        names, resources, me: see ``start_workers``.
+
+    Returns:
+        WorkerGroup: of the new workers, which serve already.
+
+    Raises:
+        PlacementError, GroupError, ConfigError: see ``start_workers``.
+    """
     for name in names:
         WorkerInfo(name, 0)  # checks it
     connect(settings)
-    given = None if resources is None else WorkerResources(**resources)
+    values: dict[str, Any] = dict(resources or {})
+    given = None if resources is None else WorkerResources(**values)
     wanted = {name: given or settings.resources_for(name) for name in names}
     check_placeable(wanted)
     if not current.is_set():
@@ -128,7 +170,7 @@ def start_with(
     try:
         actors = start_into(agent, settings, wanted, placed)
     except BaseException:
-        free_group(placed)
+        release_placement(placed)
         raise
     group = WorkerGroup(actors, placed)
     agent.on_shutdown(group.stop)
@@ -140,38 +182,30 @@ def start_into(
     settings: config.Settings,
     wanted: Mapping[str, WorkerResources],
     placed: dict[str, dict[str, Any]],
-) -> dict[str, Any]:
-    """Start workers that join a dynamic group; return their actors by name.
+) -> dict[str, ActorHandle[HostedWorker]]:
+    """Start workers that join a dynamic group, and wait until they serve.
 
     Args:
-        agent (Agent): a member of the group, of this process.
+        agent (Agent): of this process; a member of the group.
         settings: of the workers.
-        wanted: what each asks for.
-        placed: the options that ``placed_options`` gave for them.
+        wanted: by worker, what it asks for.
+        placed: by worker, as ``placed_options`` returned them.
+
+    Returns:
+        The actors by worker.
 
     Raises:
-        PlacementError: a worker was not started in time; none is left.
+        PlacementError: a worker was not started in time; the others were ended.
     """
     method = f"ray://{agent.key}"
-    shared = (
-        Program.without_script(),
-        this_node(),
-        settings.to_dict(),
-        compat.is_installed(),
-        settings.log_to_terminal,
-    )
-    worker = hosted_actor()
-    actors = {
-        name: worker.options(**placed[name], **named(name, settings)).remote(name, *shared)
-        for name in wanted
-    }
+    actors = start_hosted(Program.without_script(), settings, placed)
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
         for name, actor in actors.items():
             follow(actor, ray.get, f"({name}) ")
         ray.get([actor.join_group.remote(name, method) for name, actor in actors.items()])
         for name in wanted:
-            agent.lookup(name)  # its news may still be on the way
+            agent.lookup(name)  # waits until the directory has announced it here
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)
