@@ -13,6 +13,7 @@ from conftest import ROOT
 
 import rayrpc
 from rayrpc import compat
+from rayrpc.launch.process import get_install
 
 
 @pytest.fixture
@@ -103,6 +104,15 @@ def test_installing_twice_does_nothing_more():
     compat.uninstall()
 
 
+def test_what_installs_rayrpc_is_registered_while_it_is_installed():
+    compat.uninstall()
+    assert get_install() is None
+    compat.install()
+    assert get_install() is compat.install
+    compat.uninstall()
+    assert get_install() is None
+
+
 def test_tasks_of_torch_jit_are_replaced_if_that_is_asked_for():
     names = ("fork", "script", "wait")
     before = [getattr(torch.jit, name) for name in names]
@@ -153,6 +163,10 @@ def test_importing_rayrpc_changes_nothing_in_torch(start, script):
         "assert spawn.get_preparation_data is data\n"
         "assert not rayrpc.compat.is_installed() and not ray.is_initialized()\n"
         "assert threading.active_count() == 1\n"
+        "import rayrpc.futures, rayrpc.launch.worker_pool\n"
+        "assert not hasattr(torch.futures.Future, '__await__')\n"
+        "rayrpc.install()\n"
+        "assert hasattr(torch.futures.Future, '__await__')\n"
         "print('nothing changed')\n",
     )
     assert "nothing changed" in output

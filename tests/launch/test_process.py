@@ -1,0 +1,103 @@
+"""The shim in a script's process, and in the processes that the script starts."""
+
+import multiprocessing.spawn
+import pickle
+import sys
+
+import pytest
+import torch.multiprocessing
+from launching import found, look_around
+
+from rayrpc import config
+from rayrpc.launch import process
+from rayrpc.launch.process import Shim, get_install, set_install
+
+installs = []
+
+
+def install():
+    installs.append(config.settings().rpc_timeout)
+
+
+def start_processes():
+    raise AssertionError("not to be called")
+
+
+@pytest.fixture
+def shim(monkeypatch):
+    """A shim of this test; what it changes is restored."""
+    monkeypatch.setattr(config, "_current", None)
+    monkeypatch.setattr(sys.modules[__name__], "installs", [])
+    spawn_module = multiprocessing.spawn
+    monkeypatch.setattr(spawn_module, "get_preparation_data", spawn_module.get_preparation_data)
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        for name in ("spawn", "start_processes"):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    return Shim({"rpc_timeout": 7.0}, install, start_processes)
+
+
+def test_a_shim_puts_everything_in_place(shim):
+    shim.enter()
+    assert installs == [7.0]
+    for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        assert module.spawn is module.start_processes is start_processes
+
+
+def test_a_shim_pickles_by_reference(shim):
+    assert pickle.loads(pickle.dumps(shim)) == shim
+    pickle.loads(pickle.dumps(shim.enter))()
+    assert installs == [7.0]
+
+
+def test_a_child_enters_the_shim_when_it_unpickles_its_preparation_data(shim):
+    shim.enter()
+    config.use(config.Settings(rpc_timeout=8))  # as the script may
+    data = multiprocessing.spawn.get_preparation_data("child")
+    assert data["name"] == "child"
+    assert pickle.loads(pickle.dumps(data["rayrpc"])) is None
+    assert installs == [7.0, 8.0]
+
+
+def test_a_shim_is_entered_again_without_harm(shim):
+    shim.enter()
+    shim.enter()
+    data = multiprocessing.spawn.get_preparation_data("child")
+    expected = Shim(config.settings().to_dict(), install, start_processes)
+    assert data["rayrpc"] == process._Entry(expected)
+
+
+def test_settings_that_are_not_valid_are_refused(shim):
+    with pytest.raises(config.ConfigError, match="rpc_timeout"):
+        Shim({"rpc_timeout": -1}, install, start_processes).enter()
+    assert installs == []
+
+
+def test_what_installs_rayrpc_is_known_while_it_is_installed(monkeypatch):
+    monkeypatch.setattr(process, "_install", None)
+    assert get_install() is None
+    set_install(install)
+    assert get_install() is install
+    set_install(None)
+    assert get_install() is None
+
+
+# -- on a cluster ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(ray_cluster, tmp_path_factory):
+    return look_around(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", ["Process", "context"])
+def test_processes_that_the_script_starts_attach(seen, name):
+    assert found(seen, name) == [0, 0], seen["output"]
+
+
+def test_the_shim_is_in_place_in_processes_that_the_script_starts(seen):
+    module, name = found(seen, "shim in a process")
+    assert module.startswith("rayrpc") and name == "__mp_main__"
+
+
+def test_the_workers_of_a_data_loader_work(seen):
+    assert found(seen, "loader") == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]

@@ -1,0 +1,226 @@
+"""``rayrpc.spawn``, in torch's place and by itself: where ranks run, and how they end."""
+
+import inspect
+import math
+import multiprocessing
+import pickle
+import time
+
+import pytest
+import torch.multiprocessing as mp
+from conftest import eventually
+from launching import alive, found, look_around, runner
+
+import rayrpc as rpc
+from rayrpc.config import Settings
+from rayrpc.launch import process, spawning
+
+# -- without Ray ----------------------------------------------------------------------------------
+
+
+def module_main(rank):
+    pass
+
+
+def test_time_counts_down_to_zero(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    remaining, endless = spawning._count_down(3.0), spawning._count_down(None)
+    assert (remaining(), endless()) == (3.0, math.inf)
+    now = 102.0
+    assert remaining() == 1.0
+    now = 200.0
+    assert (remaining(), endless()) == (0.0, math.inf)
+
+
+def test_a_main_pickles_by_reference_where_it_can():
+    assert b"cloudpickle" not in spawning._dump(module_main, (), by_value=False)
+    for dumped in (
+        spawning._dump(lambda rank: rank + 1, (), by_value=False),
+        spawning._dump(module_main, (), by_value=True),
+    ):
+        assert callable(pickle.loads(dumped)[0])
+
+
+def test_what_only_children_can_inherit_is_refused():
+    lock = multiprocessing.get_context("spawn").Lock()
+    with pytest.raises(RuntimeError, match="through inheritance"):
+        spawning._dump(module_main, (lock,), by_value=False)
+
+
+def install():
+    pass
+
+
+def test_ranks_get_a_shim_where_rayrpc_is_installed(monkeypatch):
+    monkeypatch.setattr(process, "_install", None)
+    assert spawning._dump_shim(Settings()) is None
+    process.set_install(install)
+    entered = pickle.loads(spawning._dump_shim(Settings(group="g")))
+    assert entered.__self__ == process.Shim(
+        Settings(group="g").to_dict(), install, spawning.start_processes
+    )
+
+
+@pytest.fixture
+def torchs(monkeypatch):
+    """Calls that go to torch's own ``start_processes``."""
+    calls = []
+    monkeypatch.setattr(spawning, "_start_torch_processes", lambda *args: calls.append(args))
+    return calls
+
+
+def test_another_start_method_stays_with_torch(torchs, monkeypatch):
+    monkeypatch.setattr(spawning, "spawn", None)
+    spawning.start_processes(module_main, (1,), 2, start_method="fork")
+    assert torchs == [(module_main, (1,), 2, True, False, "fork")]
+
+
+def test_arguments_that_must_be_inherited_stay_with_torch(torchs, monkeypatch, caplog):
+    def refuse(*args):
+        raise RuntimeError("Lock objects should only be shared through inheritance")
+
+    monkeypatch.setattr(spawning, "spawn", refuse)
+    spawning.start_processes(module_main, (1,), 2, join=False)
+    assert torchs == [(module_main, (1,), 2, False, False, "spawn")]
+    assert "ranks stay processes of this machine" in caplog.text
+
+
+def test_other_errors_are_raised(torchs, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("as expected")
+
+    monkeypatch.setattr(spawning, "spawn", refuse)
+    with pytest.raises(RuntimeError, match="as expected"):
+        spawning.start_processes(module_main)
+    assert torchs == []
+
+
+# -- on a cluster ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(ray_cluster, tmp_path_factory):
+    return look_around(tmp_path_factory)
+
+
+@pytest.fixture
+def run(start, script):
+    return runner(start, script)
+
+
+def test_ranks_are_actors_that_load_the_script_as_multiprocessing_would(seen):
+    assert found(seen, "actor")
+    assert found(seen, "rank name") == "__mp_main__" and found(seen, "main is this")
+    assert found(seen, "ranks") == ["w0", "w1", "w2", "w3"]
+
+
+def test_arguments_of_spawn_arrive(seen):
+    assert found(seen, "tensor") == [1.0, 1.0]
+
+
+def test_ranks_that_must_inherit_stay_processes(seen):
+    assert found(seen, "inherited") == [[0, 1], False]
+
+
+SPAWNS = """
+import os, signal, sys, time
+import torch.multiprocessing as mp
+
+def main(rank, how):
+    if rank == 0:
+        print("other-pid", os.getpid(), flush=True)
+        open("printed", "w").close()
+        time.sleep(100)
+    while not os.path.exists("printed"):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    if how == "raise":
+        raise ValueError("as expected")
+    if how == "exit":
+        sys.exit(5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    try:
+        mp.spawn(main, args=(sys.argv[1],), nprocs=2)
+    except mp.ProcessExitedException as exc:
+        print("exited", exc.error_index, exc.exit_code, flush=True)
+        raise
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        (
+            "raise",
+            ["ProcessRaisedException", "Process 1 terminated", "in main", "as expected"],
+        ),
+        ("exit", ["ProcessExitedException", "terminated with exit code 5", "exited 1 5"]),
+        ("kill", ["ProcessExitedException", "process 1 (pid ", "exited 1 "]),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run(run, how, texts):
+    one = run(SPAWNS, how)
+    other = int(one.wait_for("other-pid ").split()[1])
+    start = time.monotonic()
+    assert one.end(30) == 1
+    assert time.monotonic() - start < 20
+    assert all(text in one.output for text in texts), one.output
+    assert eventually(lambda: not alive(other), 5)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_context_can_be_joined_later(run):
+    one = run(
+        "import os, time\nimport torch.multiprocessing as mp\n"
+        "def main(rank):\n"
+        "    time.sleep(0.5)\n"
+        "    print(f'rank {rank} is done')\n"
+        "if __name__ == '__main__':\n"
+        "    context = mp.spawn(main, nprocs=2, join=False)\n"
+        "    assert len(set(context.pids())) == 2\n"
+        "    assert context.join(timeout=0.01) is False\n"
+        "    while not context.join():\n"
+        "        pass\n"
+        "    print('joined')\n"
+    )
+    assert one.end() == 0, one.output
+    assert "rank 0 is done" in one.output and "rank 1 is done" in one.output
+    assert one.output.endswith("joined\n")
+
+
+def test_spawn_has_the_signature_of_torchs():
+    ours = inspect.signature(rpc.spawn).parameters
+    theirs = inspect.signature(mp.spawn).parameters
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
+        assert ours[name].kind == parameter.kind, name
+
+
+def test_ranks_of_an_installed_program_have_rayrpc_in_place(ray_cluster, start, script):
+    one = start(
+        script(
+            "import rayrpc\nrayrpc.install()\n"
+            "import torch.distributed.rpc as rpc\n"
+            "import torch.multiprocessing as mp\n"
+            "def child(place): print(place, rpc.RRef.__module__, flush=True)\n"
+            "def main(rank):\n"
+            "    child('rank')\n"
+            "    one = mp.get_context('spawn').Process(target=child, args=('child',))\n"
+            "    one.start()\n"
+            "    one.join()\n"
+            "    mp.spawn(nested, nprocs=1)\n"
+            "def nested(rank):\n"
+            "    import ray\n"
+            "    child('actor' if ray.get_runtime_context().get_actor_id() else 'process')\n"
+            "if __name__ == '__main__':\n"
+            "    rayrpc.spawn(main, nprocs=1)\n"
+        )
+    )
+    assert one.end() == 0, one.output
+    for place in ("rank", "child", "actor"):
+        assert f"{place} rayrpc." in one.output, one.output

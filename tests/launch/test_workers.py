@@ -1,0 +1,86 @@
+"""``start_workers``: workers that serve a notebook or a script."""
+
+import pytest
+import ray
+import targets
+from conftest import eventually
+from launching import alive
+
+import rayrpc as rpc
+from rayrpc import config, errors
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def reservations():
+    states = [group["state"] for group in ray.util.placement_group_table().values()]
+    return [state for state in states if state != "REMOVED"]
+
+
+def test_workers_serve_until_they_are_stopped(capfd):
+    group = rpc.start_workers(["carol"], me="me")
+    try:
+        assert [info.name for info in group] == ["carol"] and len(group) == 1
+        assert rpc.rpc_sync("carol", targets.whoami) == "carol"
+        assert group["carol"] == rpc.get_worker_info("carol")
+        rpc.rpc_sync("carol", targets.say, args=("hello",))
+        seen = ["", ""]
+
+        def printed():
+            for i, text in enumerate(capfd.readouterr()):
+                seen[i] += text
+            return "(carol) hello\n" in seen[0] and "(carol) hello-err\n" in seen[1]
+
+        assert eventually(printed, 10), seen
+        worker = rpc.rpc_sync("carol", targets.pid)
+        group.stop()
+        assert eventually(lambda: not alive(worker), 10)
+        with pytest.raises(errors.WorkerDiedError, match="carol"):
+            rpc.rpc_sync("carol", targets.whoami)
+        again = rpc.start_workers(["carol"])  # the name is free
+        assert rpc.rpc_sync("carol", targets.whoami) == "carol"
+        worker = rpc.rpc_sync("carol", targets.pid)
+        assert len(again) == 1
+    finally:
+        rpc.shutdown()
+    assert eventually(lambda: not alive(worker), 10)  # shutdown ends them, too
+
+
+def test_what_a_placement_strategy_reserved_is_given_back():
+    before = rpc.settings()
+    rpc.configure(placement_strategy="PACK")
+    try:
+        group = rpc.start_workers(["erin"], me="me")
+        assert reservations() == ["CREATED"]
+        group.stop()
+        assert eventually(lambda: reservations() == [], 10)
+    finally:
+        config.use(before)
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
+
+
+def test_resources_that_no_node_has_are_refused_by_name():
+    for resources, name in (
+        ({"num_gpus": 1}, "GPU"),
+        ({"num_cpus": 1000}, "CPU"),
+        ({"resources": {"unobtainium": 1}}, "unobtainium"),
+    ):
+        with pytest.raises(errors.PlacementError, match=f"'dora' asks for {name}"):
+            rpc.start_workers(["dora"], resources=resources)
+    assert not rpc._is_current_rpc_agent_set()
+
+
+def test_a_static_group_takes_no_workers():
+    options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://localhost:29680")
+    rpc.init_rpc("only", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        with pytest.raises(errors.GroupError, match="dynamic group"):
+            rpc.start_workers(["dora"])
+    finally:
+        rpc.shutdown()
+
+
+def test_names_must_be_a_list():
+    with pytest.raises(TypeError, match="must be a list"):
+        rpc.start_workers("dora")
