@@ -1,4 +1,4 @@
-"""What tests of launching share: a script that looks around in its ranks, and processes."""
+"""What tests of launching share: a script that probes its ranks, and processes."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ def runner(start, script):
     return run_one
 
 
-LOOKS_AROUND = """
+PROBE = """
 import os, subprocess, sys, json
 import beside
 import torch
@@ -113,27 +113,28 @@ if __name__ == "__main__":
 """
 
 
+PROBE_SECONDS = 240  # it starts a dozen processes that load torch
 _facts = {}
 
 
-def look_around(tmp_path_factory):
+def run_probe(tmp_path_factory):
     """Run the script above, once a session.
 
     Returns:
         dict: what it found, by name; "output" and "status" of the run, and the "folder" it ran in.
     """
     if not _facts:
-        _facts.update(_look_around(tmp_path_factory.mktemp("looks")))
+        _facts.update(_run_probe(tmp_path_factory.mktemp("probe")))
     return _facts
 
 
-def _look_around(folder):
-    (folder / "script.py").write_text(LOOKS_AROUND)
+def _run_probe(folder):
+    (folder / "script.py").write_text(PROBE)
     (folder / "beside.py").write_text("VALUE = 'found'\n")
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "rayrpc", "run", "script.py", "--flag", "a b"]
     run = Run(command, environ, folder)
-    facts = {"status": run.end(110), "output": run.output, "folder": str(folder)}
+    facts = {"status": run.end(PROBE_SECONDS), "output": run.output, "folder": str(folder)}
     for line in run.output.splitlines():
         if "fact [" in line:  # after a line without an end, too
             name, value = json.loads(line.partition("fact ")[2])

@@ -24,7 +24,7 @@ def installed():
 
 
 def rayrpcs(module, name):
-    """Return what a row of the table says."""
+    """Return the object of rayrpc that a row of the table names."""
     source = importlib.import_module(module)
     return source if name is None else getattr(source, name)
 

@@ -1,4 +1,4 @@
-"""Settings: their layers, what they refuse, and what is said of them."""
+"""Settings: their layers, what they refuse, and where they are documented."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_wrong_value_of_a_worker_names_its_pattern_and_key(write):
     assert "workers['ps*'].resources['TPU']" in message
 
 
-def test_a_refusal_speaks_of_none_only_where_none_is_valid():
+def test_a_refusal_mentions_none_only_where_none_is_valid():
     assert "or none" in refusal(local_num_cpus=0)
     assert "or none" not in refusal(num_worker_threads=0)
 

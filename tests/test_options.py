@@ -170,7 +170,7 @@ def test_the_maps_of_a_group_are_checked_as_by_torch(group, is_static):
     assert ours == torchs
 
 
-def test_a_map_to_who_has_not_joined_yet_is_fine_in_a_dynamic_group():
+def test_a_map_to_a_worker_that_has_not_joined_yet_is_fine_in_a_dynamic_group():
     group = peers(a={"device_maps": {"later": {CUDA0: CUDA1}}})
     validate_device_maps(group, is_static=False)
     with pytest.raises(ValueError, match="invalid target node names"):

@@ -95,12 +95,11 @@ def follow(actor: Any, get: Callable[[Any], Any], prefix: str = "") -> threading
     Returns:
         threading.Thread: the one that writes; it ends when all is written.
     """
-
-    begun = {1: b"", 2: b""}  # with a prefix: lines whose end is still to come
+    unfinished = {1: b"", 2: b""}  # lines without their end, if there is a prefix
 
     def write(fd: int, chunk: bytes) -> None:
         if prefix:
-            whole, newline, begun[fd] = (begun[fd] + chunk).rpartition(b"\n")
+            whole, newline, unfinished[fd] = (unfinished[fd] + chunk).rpartition(b"\n")
             chunk = b"".join(mark + line + b"\n" for line in whole.split(b"\n")) if newline else b""
         stream = sys.stdout if fd == 1 else sys.stderr
         stream.write(chunk.decode("utf-8", "replace"))
@@ -118,7 +117,7 @@ def follow(actor: Any, get: Callable[[Any], Any], prefix: str = "") -> threading
                 break
             for fd, chunk in chunks:
                 write(fd, chunk)
-        for fd, rest in begun.items():
+        for fd, rest in unfinished.items():
             if rest:
                 write(fd, b"\n")
 

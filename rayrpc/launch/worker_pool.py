@@ -132,8 +132,8 @@ class WorkerPool:
             Their names, unique in this process.
 
         Raises:
-            PlacementError: the cluster has not what the setting ``workers`` asks for, or the pool
-                was stopped meanwhile.
+            PlacementError: no node has what the setting ``workers`` asks for, it did not become
+                free in time, or the pool was stopped meanwhile.
         """
         settings = self._settings
         names = [_membership.new_name() for _ in range(count)]

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-from launching import look_around
+from launching import run_probe
 
 from rayrpc.launch.output import follow
+
+pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 # -- capturing ------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ def test_the_death_of_a_rank_ends_its_output(capsys):
 
 @pytest.fixture(scope="module")
 def seen(ray_cluster, tmp_path_factory):
-    return look_around(tmp_path_factory)
+    return run_probe(tmp_path_factory)
 
 
 @pytest.mark.parametrize(

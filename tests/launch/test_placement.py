@@ -1,4 +1,4 @@
-"""Placement: what workers ask Ray for, and what is said when it is not there."""
+"""Placement: what workers ask Ray for, and the errors when it is not there."""
 
 from types import SimpleNamespace
 

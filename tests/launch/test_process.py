@@ -6,11 +6,13 @@ import sys
 
 import pytest
 import torch.multiprocessing
-from launching import found, look_around
+from launching import found, run_probe
 
 from rayrpc import config
 from rayrpc.launch import process
 from rayrpc.launch.process import Shim, get_install, set_install
+
+pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 installs = []
 
@@ -86,7 +88,7 @@ def test_what_installs_rayrpc_is_known_while_it_is_installed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def seen(ray_cluster, tmp_path_factory):
-    return look_around(tmp_path_factory)
+    return run_probe(tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", ["Process", "context"])

@@ -7,10 +7,12 @@ import traceback
 from pathlib import Path
 
 import pytest
-from launching import found, look_around
+from launching import found, run_probe
 
 from rayrpc.launch import program
 from rayrpc.launch.program import Program, run_as_main
+
+pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 
 @pytest.fixture
@@ -170,7 +172,7 @@ def test_a_script_that_is_missing_is_named(process):
 
 @pytest.fixture(scope="module")
 def seen(ray_cluster, tmp_path_factory):
-    return look_around(tmp_path_factory)
+    return run_probe(tmp_path_factory)
 
 
 def test_the_script_is_main_with_its_own_arguments(seen):

@@ -9,11 +9,13 @@ import time
 import pytest
 import torch.multiprocessing as mp
 from conftest import eventually
-from launching import alive, found, look_around, runner
+from launching import alive, found, run_probe, runner
 
 import rayrpc as rpc
 from rayrpc.config import Settings
 from rayrpc.launch import process, spawning
+
+pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 # -- without Ray ----------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ def test_other_errors_are_raised(torchs, monkeypatch):
 
 @pytest.fixture(scope="module")
 def seen(ray_cluster, tmp_path_factory):
-    return look_around(tmp_path_factory)
+    return run_probe(tmp_path_factory)
 
 
 @pytest.fixture
