@@ -7,7 +7,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-__all__ = ["MB", "GPUtil", "Gpu", "available_memory"]
+__all__ = ["GPUtil", "Gpu", "MB", "available_memory"]
 
 MB = 1024**2
 

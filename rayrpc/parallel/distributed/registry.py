@@ -1,7 +1,7 @@
 """What this process publishes in its groups, and how to reach what others publish.
 
-Each value and service is held here, by kind, group and key; the world's table (``lookup``) says
-which process holds which key.
+Each value and service is held here, by kind, group and key; the world's table (``lookup``) maps
+keys to the processes that hold them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc.parallel.distributed import lookup
 
-__all__ = ["SERVICE", "VALUE", "Kind", "call_service", "get_value"]
+__all__ = ["Kind", "SERVICE", "VALUE", "call_service", "get_value"]
 
 
 class Kind:

@@ -30,7 +30,7 @@ class World:
         rank (int): of this process, from 0; -1: ``RANK`` in the environment.
         world_size (int): number of processes; -1: ``WORLD_SIZE`` in the environment.
         init_dist (bool): initialize ``torch.distributed``.
-        init_rpc (bool): initialize RPC; else it is initialized already, and says name and rank.
+        init_rpc (bool): initialize RPC; else it is initialized already, with a name and rank.
         dist_backend (str): "gloo" or "nccl".
         dist_init_method (str): URL where the processes meet for ``torch.distributed``.
         rpc_init_method (str): URL that names the RPC group.

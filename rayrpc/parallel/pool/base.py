@@ -46,7 +46,7 @@ class PoolStates(Enum):
 
 
 class BasePool(PoolCalls):
-    """Run tasks in workers; a subclass says what workers are.
+    """Run tasks in workers; a subclass defines what workers are.
 
     It overrides ``setup_queues``, ``repopulate_pool``, ``maintain_pool``, ``pool_inqueue_put``,
     ``pool_outqueue_get``, ``join_workers`` and ``terminate_workers``; its workers run ``worker``.

@@ -1,6 +1,6 @@
 """A server that trains one model with the gradients of many clients, reduced in a tree.
 
-The way of gradients, and of the parameters that come back::
+The path of gradients, and of the parameters that come back::
 
     clients ──> secondary reducers ──> primary reducer: optimizer step ──> ordered server
                                                                                │

@@ -187,8 +187,8 @@ print("done")
 def test_a_program_may_end_with_a_pool_open(start, script):
     run = start(script(OPEN))
     assert run.end(60) == 0, run.output
-    said = [line for line in run.output.splitlines() if "(raylet)" not in line]
-    assert said[-1:] == ["done"] and not any("rror" in line for line in said), run.output
+    lines = [line for line in run.output.splitlines() if "(raylet)" not in line]
+    assert lines[-1:] == ["done"] and not any("rror" in line for line in lines), run.output
 
 
 class TwoArguments(Exception):
