@@ -2,8 +2,8 @@
 
 - ``tasks``: ``start_task``, behind ``fork``: a worker is chosen, the task packed and sent, run,
   and its result unpacked into the user's Future, with a graph that leads back to the worker.
-- ``awaitable``: ``Await``, a value that is computed once, by the thread that first needs it, and
-  ``lazy``, one that another worker computes.
+- ``awaitable``: ``Await``, a value that is computed once, by the thread that first needs it.
+- ``lazy``: ``LazyRemote``, the ``Await`` of an RRef's value, fetched from its owner.
 
 Invariants:
 
