@@ -123,12 +123,12 @@ for module, name in [(os, "register_at_fork"), (atexit, "register"), (signal, "s
 
 def state():
     future = torch.futures.Future.__mro__[1]
-    rpc = vars(torch.distributed.rpc)
+    names = vars(torch.distributed.rpc)
     return {
         "await": hasattr(future, "__await__"),
         "environ": dict(os.environ),
         "handlers": list(logging.getLogger().handlers),
-        "rpc": {name: id(value) for name, value in rpc.items()},
+        "rpc": {name: id(value) for name, value in names.items()},
         "spawn": id(torch.multiprocessing.spawn),
         "threads": threading.active_count(),
     }

@@ -19,11 +19,13 @@ MODULES = [
 
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Source|Example):", re.MULTILINE)
 NO_RESULT = ("None", "NoReturn")
+# Classes of private modules that users have instances of; others there are no public face.
+INSTANCES = ("Await", "LazyRemote", "PyRRef", "RRef", "WorkerInfo")
 # A first line with one of these verbs says what is returned.
 SAYS_RESULT = re.compile(r"^(Return|Tell whether|Yield|Mark|Iterate|Compile)\b")
 
 
-def public_functions(module: str) -> Iterator[tuple[str, Any]]:
+def public_functions(module: str) -> Iterator[tuple[str, Any, str]]:
     """Yield the public functions of a module, and the methods of its public classes."""
     loaded = importlib.import_module(module)
     for name in loaded.__all__:
@@ -31,18 +33,25 @@ def public_functions(module: str) -> Iterator[tuple[str, Any]]:
         if not str(getattr(found, "__module__", "")).startswith("rayrpc"):
             continue
         if inspect.isfunction(found):
-            yield name, found
-        elif inspect.isclass(found):
+            yield name, found, docs_of(found)
+        elif inspect.isclass(found) and (name in INSTANCES or "._" not in found.__module__):
             yield from methods(name, found)
 
 
-def methods(name: str, cls: type) -> Iterator[tuple[str, Any]]:
+def docs_of(function: Any, cls: type | None = None) -> str:
+    """Return a function's docstring; a method's with those of the methods that it overrides."""
+    name = getattr(function, "__name__", "")
+    defined = [vars(each).get(name) for each in cls.__mro__] if cls else [function]
+    return "\n".join(inspect.getdoc(each) or "" for each in defined if each is not None)
+
+
+def methods(name: str, cls: type) -> Iterator[tuple[str, Any, str]]:
     for attribute in dir(cls):
         method = inspect.getattr_static(cls, attribute)
         method = getattr(method, "__func__", method)
         ours = str(getattr(method, "__module__", "")).startswith("rayrpc")
         if not attribute.startswith("_") and inspect.isfunction(method) and ours:
-            yield f"{name}.{attribute}", method
+            yield f"{name}.{attribute}", method, docs_of(method, cls)
 
 
 def section(text: str, name: str) -> str:
@@ -54,17 +63,18 @@ def section(text: str, name: str) -> str:
     return text[begin.start() : following.start() if following else len(text)]
 
 
-def complaints(name: str, function: Any) -> Iterator[str]:
-    text = inspect.getdoc(function)
-    if text is None:
+def complaints(name: str, function: Any, text: str) -> Iterator[str]:
+    if not text:
         yield f"{name}: has no docstring"
         return
     args = section(text, "Args") or text.splitlines()[0]
     signature = inspect.signature(function)
-    for parameter in signature.parameters:
-        is_public = parameter not in ("self", "cls") and not parameter.startswith("_")
-        if is_public and not re.search(rf"\b{re.escape(parameter)}\b", args):
-            yield f"{name}: says nothing of {parameter}"
+    for parameter in signature.parameters.values():
+        if parameter.name in ("self", "cls") or parameter.name.startswith("_"):
+            continue
+        is_rest = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if not is_rest and not re.search(rf"\b{re.escape(parameter.name)}\b", args):
+            yield f"{name}: says nothing of {parameter.name}"
     says_result = section(text, "Returns") or SAYS_RESULT.match(text)
     if signature.return_annotation not in (*NO_RESULT, None) and not says_result:
         yield f"{name}: does not say what it returns"

@@ -186,9 +186,9 @@ class Caller:
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
             frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), is_async)
             frame.rref_id, frame.fork_id = rref_id, fork_id
-            creation = rref.begin_creation()
+            creation = rref._begin_creation()
             for hook in hooks:
-                rref.set_future(hook.after_send(call, rref._get_future()))
+                rref._set_future(hook.after_send(call, rref._get_future()))
             request = _Request(to, frame.call_id, timeout, payload.lent, call)
             # a late reply counts too: the owner has the RRef from then on
             on_created = functools.partial(self._rrefs.created, rref_id, fork_id)

@@ -234,6 +234,9 @@ class Settings:
         Args:
             values (dict): by key; keys left out have their defaults.
 
+        Returns:
+            Settings: checked.
+
         Raises:
             ConfigError: a key is unknown or a value is not valid.
         """

@@ -36,21 +36,21 @@ DELETE_POLL_SECONDS = 0.005
 
 
 class Handle(Protocol):
-    """What the runtime needs of an RRef's handle."""
+    """What the runtime needs of an RRef's handle; private, because users hold handles."""
 
-    def share(self, rrefs: RRefContext, to: int | None) -> Fork:
+    def _share(self, rrefs: RRefContext, to: int | None) -> Fork:
         """Fork the RRef for a worker."""
 
-    def lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
         """Return the RRef's identity if it may be lent to a worker, else None."""
 
-    def begin_creation(self) -> Cell:
+    def _begin_creation(self) -> Cell:
         """Return the cell that takes the outcome of the call that creates the value."""
 
     def _get_future(self) -> Future[Any]:
         """Return the Future of that call."""
 
-    def set_future(self, future: Future[Any]) -> None:
+    def _set_future(self, future: Future[Any]) -> None:
         """Replace that Future."""
 
 
@@ -147,7 +147,7 @@ class RRefContext:
         Raises:
             RuntimeError: it was deleted by ``shutdown``.
         """
-        return rref.share(self, to)
+        return rref._share(self, to)
 
     def share_used(self, fork_id: GloballyUniqueId, to: int | None) -> Fork:
         """Fork an RRef that this worker uses; KeyError if it was deleted."""
@@ -161,7 +161,7 @@ class RRefContext:
 
     def lend(self, rref: Handle, to: int | None) -> GloballyUniqueId | None:
         """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
-        return rref.lend(self, to)
+        return rref._lend(self, to)
 
     def borrow(self, rref_id: GloballyUniqueId) -> Handle:
         """Return a handle of an owned RRef that another worker lent to this one."""

@@ -221,7 +221,7 @@ class RRef(Generic[T]):
             self._type = None  # ask again next time
             raise
 
-    def begin_creation(self) -> Cell:
+    def _begin_creation(self) -> Cell:
         """Return the cell that takes the outcome of the call that creates the value."""
         self._creation = Cell()
         return self._creation
@@ -238,7 +238,7 @@ class RRef(Generic[T]):
                 self._creation.on_done(lambda outcome: run(lambda: complete(future, outcome)))
         return self._future
 
-    def set_future(self, future: Future[Any]) -> None:
+    def _set_future(self, future: Future[Any]) -> None:
         """Replace the Future of the creation by one that a hook made of it."""
         self._future = future
 
@@ -263,7 +263,7 @@ class RRef(Generic[T]):
 
     # -- pickling -----------------------------------------------------------------------------
 
-    def share(self, rrefs: RRefContext, to: int | None) -> Fork:
+    def _share(self, rrefs: RRefContext, to: int | None) -> Fork:
         """Fork this RRef for a worker; see ``RRefContext.share``."""
         if self._cell is not None:
             return rrefs.share_owned(self._rref_id, self._cell, to)
@@ -272,7 +272,7 @@ class RRef(Generic[T]):
         self._raise_creation_error()
         return rrefs.share_used(self._fork_id, to)
 
-    def lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
         """Lend this RRef to its owner; see ``RRefContext.lend``."""
         if self._fork_id is None or not rrefs.is_counted(self._fork_id, to):
             return None
@@ -281,7 +281,7 @@ class RRef(Generic[T]):
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
-        return tuple(self.share(self._home.rrefs, None))
+        return tuple(self._share(self._home.rrefs, None))
 
     @staticmethod
     def _deserialize(fork: tuple[Any, ...]) -> RRef[Any]:

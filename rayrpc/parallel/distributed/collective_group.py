@@ -141,6 +141,9 @@ class CollectiveGroup:
             src (int): rank of the sender.
             async_op (bool): return a handle at once.
 
+        Returns:
+            Work | None: a handle if ``async_op``.
+
         Source: ``torch.distributed.broadcast``.
         """
         work: Handle | None = dist.broadcast(tensor, src, self.group, async_op)
@@ -153,6 +156,9 @@ class CollectiveGroup:
             tensor (Tensor): this process's, then the result.
             op (ReduceOp): how to reduce.
             async_op (bool): return a handle at once.
+
+        Returns:
+            Work | None: a handle if ``async_op``.
 
         Source: ``torch.distributed.all_reduce``.
         """
@@ -169,6 +175,9 @@ class CollectiveGroup:
             dst (int): rank of the process that gets the result.
             op (ReduceOp): how to reduce.
             async_op (bool): return a handle at once.
+
+        Returns:
+            Work | None: a handle if ``async_op``.
 
         Source: ``torch.distributed.reduce``.
         """
@@ -210,6 +219,9 @@ class CollectiveGroup:
             dst (int): rank of the process that collects.
             async_op (bool): return a handle at once.
 
+        Returns:
+            Work | None: a handle if ``async_op``.
+
         Source: ``torch.distributed.gather``.
         """
         work: Handle | None = dist.gather(tensor, gather_list, dst, self.group, async_op)
@@ -231,6 +243,9 @@ class CollectiveGroup:
             src (int): rank of the sender.
             async_op (bool): return a handle at once.
 
+        Returns:
+            Work | None: a handle if ``async_op``.
+
         Source: ``torch.distributed.scatter``.
         """
         work: Handle | None = dist.scatter(tensor, scatter_list, src, self.group, async_op)
@@ -241,6 +256,9 @@ class CollectiveGroup:
 
         Args:
             async_op (bool): return a handle at once.
+
+        Returns:
+            Work | None: a handle if ``async_op``.
 
         Source: ``torch.distributed.barrier``.
         """
@@ -260,6 +278,9 @@ class CollectiveGroup:
             async_op (bool): return a handle at once.
             src_tensor (int): index of the tensor to send, in the list of ``src``.
 
+        Returns:
+            Work | None: a handle if ``async_op``.
+
         Source: ``machin.parallel.distributed.CollectiveGroup.broadcast_multigpu``.
         """
         first = tensor_list[src_tensor]
@@ -275,6 +296,9 @@ class CollectiveGroup:
             tensor_list (list[Tensor]): this process's, then the result in each.
             op (ReduceOp): SUM, PRODUCT, MIN or MAX, if a process has several tensors.
             async_op (bool): return a handle at once.
+
+        Returns:
+            Work | None: a handle if ``async_op``.
 
         Raises:
             ValueError: ``op`` is another one.
@@ -302,6 +326,9 @@ class CollectiveGroup:
             async_op (bool): return a handle at once.
             dst_tensor (int): index of the result in the list of ``dst``.
 
+        Returns:
+            Work | None: a handle if ``async_op``.
+
         Raises:
             ValueError: ``op`` is another one.
 
@@ -323,6 +350,9 @@ class CollectiveGroup:
                 process, tensor ``j`` of rank ``k`` in the group is ``[k * n + j]`` of each list.
             input_tensor_list (list[Tensor]): this process's ``n`` tensors.
             async_op (bool): return a handle at once.
+
+        Returns:
+            Work | None: a handle if ``async_op``.
 
         Source: ``machin.parallel.distributed.CollectiveGroup.all_gather_multigpu``.
         """
