@@ -61,7 +61,7 @@ class Rollout(NamedTuple):
 class Observer:
     """Steps its environments; asks the agent what to do in each state."""
 
-    def __init__(self, agent: rpc.RRef, index: int, environments: int, seed: int) -> None:
+    def __init__(self, agent: rpc.RRef[Agent], index: int, environments: int, seed: int) -> None:
         self.agent = agent
         self.index = index
         self.environments = [gymnasium.make(ENVIRONMENT) for _ in range(environments)]
@@ -104,10 +104,12 @@ class ActorCritic(nn.Module):
         return nn.Sequential(*body, nn.Linear(64, outputs))
 
     def log_probs(self, states: Tensor) -> Tensor:
-        return self.policy(states).log_softmax(dim=-1)
+        logits: Tensor = self.policy(states)
+        return logits.log_softmax(dim=-1)
 
     def values(self, states: Tensor) -> Tensor:
-        return self.value(states).squeeze(-1)
+        values: Tensor = self.value(states)
+        return values.squeeze(-1)
 
 
 class Agent:

@@ -96,9 +96,11 @@ def train_in_one_process(args: argparse.Namespace) -> list[list[float]]:
             losses[trainer].append(loss.item())
         with torch.no_grad():
             for parameter in embedding.parameters():  # each trainer takes a step on the server
-                parameter -= args.lr * parameter.grad
+                assert parameter.grad is not None
+                parameter.sub_(args.lr * parameter.grad)
             for parameter in dense.parameters():  # DDP takes the mean
-                parameter -= args.lr * parameter.grad / args.trainers
+                assert parameter.grad is not None
+                parameter.sub_(args.lr * parameter.grad / args.trainers)
     return losses
 
 
@@ -119,7 +121,7 @@ def lead(args: argparse.Namespace) -> float:
         losses = torch.futures.wait_all(runs)
         seconds = time.perf_counter() - start
     expected = train_in_one_process(args)
-    difference = max(
+    difference: float = max(
         abs(one - other)
         for mine, theirs in zip(losses, expected, strict=True)
         for one, other in zip(mine, theirs, strict=True)

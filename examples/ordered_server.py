@@ -28,26 +28,32 @@ KEY = "statistics"
 
 
 class Statistics(NamedTuple):
-    """Of numbers seen: how many, and the sums of them and of their squares."""
+    """Of numbers seen: their number, and the sums of them and of their squares."""
 
-    count: int = 0
+    number: int = 0
     total: float = 0
     squares: float = 0
 
     def with_(self, number: float) -> Statistics:
-        return Statistics(self.count + 1, self.total + number, self.squares + number**2)
+        return Statistics(self.number + 1, self.total + number, self.squares + number**2)
 
     def __str__(self) -> str:
-        mean = self.total / self.count
-        variance = self.squares / self.count - mean**2
-        return f"{self.count} rolls, mean {mean:.3f}, variance {variance:.3f}"
+        mean = self.total / self.number
+        variance = self.squares / self.number - mean**2
+        return f"{self.number} rolls, mean {mean:.3f}, variance {variance:.3f}"
+
+
+def pull(server: OrderedServerSimple, version: int | None = None) -> tuple[Statistics, int]:
+    found = server.pull(KEY, version)
+    assert found is not None
+    return found
 
 
 def add(server: OrderedServerSimple, number: float) -> int:
     """Add a number to the statistics; return how often that was refused."""
     refused = 0
     while True:
-        found, version = server.pull(KEY)
+        found, version = pull(server)
         if server.push(KEY, found.with_(number), version + 1, version):
             return refused
         refused += 1
@@ -76,13 +82,13 @@ def run(rank: int, args: argparse.Namespace) -> None:
     print(f"{names[rank]}: {args.rounds} rolls, {refused} pushes refused")
     group.barrier()
 
-    found, version = server.pull(KEY)
-    before, _ = server.pull(KEY, version - 1)  # so many old versions can be had: version_depth
+    found, version = pull(server)
+    before, _ = pull(server, version - 1)  # so many old versions can be had: version_depth
     if rank == 0:
         print(f"version {version}: {found}")
     group.barrier()
     world.stop()
-    if found.count != args.clients * args.rounds or before.count != found.count - 1:
+    if found.number != args.clients * args.rounds or before.number != found.number - 1:
         raise RuntimeError(f"rolls were lost: {found}")
 
 

@@ -123,7 +123,7 @@ class ParameterServer:
             print(f"update {self.version:4d}: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
 
 
-def train(server: rpc.RRef, steps: int, mode: str, seed: int) -> None:
+def train(server: rpc.RRef[ParameterServer], steps: int, mode: str, seed: int) -> None:
     """Runs on a trainer: ``steps`` gradients from its own data to the server."""
     torch.set_num_threads(1)
     points, labels = make_moons(POINTS_PER_TRAINER, seed)

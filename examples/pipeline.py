@@ -61,11 +61,12 @@ class Stage:
         torch.set_num_threads(1)
         self.half = make_half(number, seed)
 
-    def forward(self, inputs: rpc.RRef) -> Tensor:
+    def forward(self, inputs: rpc.RRef[Tensor]) -> Tensor:
         """The half's output; the inputs come from where they are."""
-        return self.half(inputs.to_here())
+        output: Tensor = self.half(inputs.to_here())
+        return output
 
-    def parameters(self) -> list[rpc.RRef]:
+    def parameters(self) -> list[rpc.RRef[nn.Parameter]]:
         return [rpc.RRef(parameter) for parameter in self.half.parameters()]
 
 
@@ -85,7 +86,7 @@ class Pipeline:
             outputs.append(self.stages[1].rpc_async().forward(middle))
         return torch.cat(torch.futures.wait_all(outputs))
 
-    def parameters(self) -> list[rpc.RRef]:
+    def parameters(self) -> list[rpc.RRef[nn.Parameter]]:
         return [rref for stage in self.stages for rref in stage.rpc_sync().parameters()]
 
 

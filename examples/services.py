@@ -63,7 +63,7 @@ def buy(group: RpcGroup, name: str, item: str) -> int:
     spent = 0
     while True:
         orders = [group.registered_async("sell", args=(name, item)) for _ in range(4)]
-        paid = sum(order.wait() for order in orders)
+        paid: int = sum(order.wait() for order in orders)
         spent += paid
         if paid < 4 * PRICES[item]:
             return spent

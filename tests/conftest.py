@@ -1,7 +1,12 @@
-"""One Ray cluster for the session, and workers on it."""
+"""One Ray cluster for the session and workers on it; markers by what a test uses; leak checks.
+
+A test is ``ray`` if it uses the session's cluster, ``process`` if it starts processes of its own,
+and else ``unit``. It may be both of the first two. An explicit marker has precedence.
+"""
 
 import atexit
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -10,9 +15,12 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import leaks
 import pytest
 
 # Before anything imports Ray: this session's cluster is open, and shared with nobody else.
@@ -26,22 +34,138 @@ ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 90.0
 
 
+KINDS = ("unit", "ray", "process")
+PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
+PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+
+
 def pytest_configure() -> None:
     # a shell's background jobs ignore Ctrl-C, and so would every process that a test starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.addaudithook(_note_process)
 
 
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+# -- markers ------------------------------------------------------------------------------------
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(kind) for kind in KINDS):
+            continue
+        for kind in sorted(_kinds(item)) or ["unit"]:
+            item.add_marker(kind)
+
+
+def _kinds(item: pytest.Item) -> set[str]:
+    """Return what a test needs, by its fixtures and the names that its code uses."""
+    assert isinstance(item, pytest.Function)
+    kinds: set[str] = set()
+    seen: set[Any] = set()
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        function = definitions[-1].func
+        if function in (_ray_cluster, _start):
+            kinds.add("ray" if function is _ray_cluster else "process")
+        elif function.__module__ != __name__:
+            kinds |= _kinds_of_code(function, seen)
+    return kinds | _kinds_of_code(item.function, seen)
+
+
+def _kinds_of_code(function: Any, seen: set[Any]) -> set[str]:
+    """Return what a function needs, and those of its module that it calls."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return set()
+    seen.add(function)
+    kinds: set[str] = set()
+    for name in _names(function.__code__):
+        used = function.__globals__.get(name)
+        if used is Run or getattr(used, "__name__", "") in PROCESS_MODULES:
+            kinds.add("process")
+        elif isinstance(used, types.FunctionType) and used.__module__ == function.__module__:
+            kinds |= _kinds_of_code(used, seen)
+        elif isinstance(used, type) and used.__module__ == function.__module__:
+            for method in vars(used).values():
+                kinds |= _kinds_of_code(method, seen)
+    return kinds
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+# -- what tests must not do ---------------------------------------------------------------------
+
+_failed = pytest.StashKey[bool]()
+_started: list[str] = []  # processes, since the test began
+
+
+def _note_process(event: str, arguments: Any) -> None:
+    if event in PROCESS_EVENTS:
+        _started.append(event)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+def _check_leaks(before: leaks.Snapshot, where: str) -> None:
+    if found := leaks.left_over(before):
+        pytest.fail(f"{where} left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves something behind, or that is a ``unit`` test and starts something."""
+    is_unit = request.node.get_closest_marker("unit") is not None
+    had_ray = leaks.ray_is_on()
+    _started.clear()
+    before = leaks.snapshot()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # its error may well hold what is left
+    if is_unit and (_started or leaks.ray_is_on() > had_ray):
+        what = ", ".join(_started) or "Ray"
+        pytest.fail(f"a unit test started {what}: give it the marker it needs", pytrace=False)
+    _check_leaks(before, "the test")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a module whose fixtures leave something behind."""
+    failed = request.session.testsfailed
+    _module_before[:] = [leaks.snapshot()]
+    yield
+    if request.session.testsfailed == failed:
+        _check_leaks(_module_before[0], "the module's fixtures")
+
+
+_module_before: list[leaks.Snapshot] = []  # of the present module
+
+
+# -- fixtures -----------------------------------------------------------------------------------
+
+
+def _ray_cluster() -> Iterator[str]:
     """The address of the session's Ray cluster, which this process is connected to."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     address = ray.get_runtime_context().gcs_address
     os.environ["RAY_ADDRESS"] = address
+    _module_before[:] = [leaks.snapshot()]  # a session's fixture, though a module may be first
     yield address
     os.environ.pop("RAY_ADDRESS", None)
     ray.shutdown()
+
+
+ray_cluster = pytest.fixture(scope="session", name="ray_cluster")(_ray_cluster)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +241,17 @@ class Run:
         self._reader.join(5)
         return status
 
+    def close(self) -> None:
+        """Kill the process if it still runs, and close its output."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(10)
+        if self.process.stdout is not None:
+            self._reader.join(5)
+            self.process.stdout.close()
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+
+def _start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start ``python ARGS`` in a folder of the test's own."""
     runs: list[Run] = []
 
@@ -135,12 +267,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield start_one
     for run in runs:
-        with contextlib.suppress(ProcessLookupError):
-            run.process.kill()
-        run.process.wait(10)
-        if run.process.stdout is not None:
-            run._reader.join(5)
-            run.process.stdout.close()
+        run.close()
+
+
+start = pytest.fixture(name="start")(_start)
 
 
 @pytest.fixture
@@ -155,11 +285,11 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def eventually(check: Callable[[], bool], timeout: float = 20.0) -> bool:
-    """Tell whether ``check`` becomes true in time."""
+def eventually(check: Callable[[], object], timeout: float = 20.0) -> bool:
+    """Return whether ``check`` becomes true within ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         if check():
             return True
         time.sleep(0.05)
-    return check()
+    return bool(check())

@@ -115,6 +115,15 @@ def kept(name: str) -> Any:
     return shared[name]
 
 
+def wait_until_kept(name: str) -> None:
+    """Return once ``name`` is kept here; fail after a minute."""
+    end = time.monotonic() + 60
+    while name not in shared:
+        if time.monotonic() > end:
+            raise TimeoutError(name)
+        time.sleep(0.01)
+
+
 def drop(name: str) -> None:
     shared.pop(name, None)
 
@@ -198,7 +207,7 @@ def scripted_add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def obey() -> None:
-    """Run the code that comes in on stdin, a JSON string a line; print what came of each."""
+    """Run the code on stdin, a JSON string a line; print the value or error of each."""
     import torch.distributed.rpc as torch_rpc
 
     names = {"rpc": torch_rpc, "torch": torch, "targets": sys.modules[__name__], "os": os}

@@ -63,7 +63,7 @@ def client_server(address: str, folder: Path) -> Iterator[tuple[str, Run]]:
     finally:
         server.process.terminate()
         server.end(20)
-        server.process.stdout.close()
+        server.close()
 
 
 def test_a_program_runs_through_ray_client(ray_cluster, tmp_path, start, script):

@@ -1,5 +1,6 @@
 """RRefs over real workers: counting, confirming, deleting, sharing, errors."""
 
+import functools
 import gc
 import io
 import pickle
@@ -20,6 +21,10 @@ def counts(name):
     return int(info["num_owner_rrefs"]), int(info["num_forks"])
 
 
+def is_empty(name):
+    return counts(name) == (0, 0)
+
+
 def finish(result):
     return result.wait() if isinstance(result, torch.futures.Future) else result
 
@@ -32,7 +37,7 @@ def nothing_left(workers):
         rpc.rpc_sync(name, targets.drop, args=("rref",))
     gc.collect()
     for name in (*workers, "driver"):
-        assert eventually(lambda name=name: counts(name) == (0, 0)), (name, counts(name))
+        assert eventually(functools.partial(is_empty, name)), (name, counts(name))
 
 
 def test_the_owner_keeps_the_value_until_the_last_user_goes(workers):
@@ -74,16 +79,19 @@ def test_calls_on_a_counted_rref_need_no_message_of_the_protocol(workers):
     assert rref.rpc_sync().add(1) == 2
     rref._get_future().wait()
     agent = rpc._get_current_rpc_agent()
-    said = []
+    sent = []
+    take_pending = agent.rrefs.take_pending
+
+    def record(to):
+        sent.append(take_pending(to))
+        return sent[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        take_pending = agent.rrefs.take_pending
-        patch.setattr(
-            agent.rrefs, "take_pending", lambda to: said.append(take_pending(to)) or said[-1]
-        )
+        patch.setattr(agent.rrefs, "take_pending", record)
         for _ in range(3):
             assert rref.rpc_sync().add(1) == 2
             assert rref.rpc_async().add(2).wait() == 3
-    assert said == [(0, ())] * 6
+    assert sent == [(0, ())] * 6
     assert counts("alice") == (1, 1)
 
 

@@ -242,7 +242,7 @@ def printed(ray_cluster, tmp_path_factory):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     run = Run([sys.executable, "-m", "rayrpc", "run", "seeds.py"], environ, folder)
     status = run.end()
-    run.process.stdout.close()
+    run.close()
     lines = [line for line in run.output.splitlines() if line.startswith("results ")]
     assert status == 0 and len(lines) == 1, run.output
     return json.loads(lines[0].removeprefix("results "))
@@ -410,7 +410,7 @@ def test_programs_that_fork_print_what_they_say(ray_cluster, tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAYRPC_FORK_WORKERS": "2"}
     run = Run([sys.executable, "forks.py"], environ, tmp_path)
     status = run.end()
-    run.process.stdout.close()
+    run.close()
     printed = [
         line for line in run.output.splitlines() if line.startswith(("(tensor", "tensor", "True"))
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import shutil
@@ -49,7 +50,7 @@ def cluster() -> Iterator[dict[str, str]]:
             num_cpus=CLUSTER_CPUS,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
         clean_up_on_sigterm()  # Ray's own handler aborts
         os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address

@@ -16,7 +16,7 @@ from monarch.actor import Actor, endpoint, this_host
 __all__ = ["Callee", "MonarchCalls", "start"]
 
 
-class Callee(Actor):
+class Callee(Actor):  # type: ignore[misc, unused-ignore]
     """Be the callee."""
 
     def __init__(self) -> None:

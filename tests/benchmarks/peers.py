@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import logging
 import os
 import socket
 import uuid
@@ -66,7 +67,7 @@ class RawFromDriver(Peer):
     def setup(self) -> None:
         import ray
 
-        ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+        ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
         self._actor: Any = ray.remote(num_cpus=0)(Plain).remote()
         self._calls = RawCalls(self._actor, wires())
 

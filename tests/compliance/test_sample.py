@@ -13,7 +13,8 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.timeout(300)
 def test_the_sample_of_torchs_own_suites_passes():
     # a process of its own: the ranks are forked, and pytest's may have threads
-    command = [sys.executable, HERE / "run.py", "--tests", HERE / "sample.txt", "--jobs", "2"]
+    command = [sys.executable, str(HERE / "run.py"), "--tests", str(HERE / "sample.txt")]
+    command += ["--jobs", "2"]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=290
     )

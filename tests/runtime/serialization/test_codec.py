@@ -85,7 +85,7 @@ def test_lambdas_and_closures_go_by_value(codec):
     assert through(codec, lambda x: x + base)(1) == 6
 
 
-def test_main_goes_by_reference_only_to_who_shares_it(codec, monkeypatch):
+def test_main_goes_by_reference_only_to_workers_that_share_it(codec, monkeypatch):
     main = types.ModuleType("__main__")
     exec("n = 1\ndef f():\n    return n", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -119,7 +119,7 @@ def test_an_object_may_be_sent_while_another_is_being_pickled(codec, sharer):
     ]
 
 
-def test_a_class_of_main_goes_by_value_to_who_does_not_share_it(codec, monkeypatch):
+def test_a_class_of_main_goes_by_value_to_workers_that_do_not_share_it(codec, monkeypatch):
     main = types.ModuleType("__main__")
     exec("class C:\n    x = 1", main.__dict__)
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -161,7 +161,7 @@ class TestRRefs:
             codec.encode([make_rref(), threading.Lock()], 7, True)
         assert sharer.log.count("unshare") == sharer.log.count(("share", 7)) > 0
 
-    def test_those_that_a_failed_decoding_left_are_let_go(self, codec, sharer):
+    def test_those_that_a_failed_decoding_left_are_released(self, codec, sharer):
         payload = codec.encode([targets.pid, make_rref()], 7, True)
         broken = payload.data.replace(b"\x03pid", b"\x03pix")
         with pytest.raises(FunctionNotFoundError):
@@ -176,7 +176,7 @@ class TestRRefs:
         assert got == {"a": [("borrowed", GloballyUniqueId(5, 6))]}
 
     @pytest.mark.parametrize(("to", "lends"), [(9, False), (7, True)])
-    def test_replies_lend_nothing_and_nobody_what_others_own(self, codec, sharer, to, lends):
+    def test_replies_and_rrefs_of_other_owners_are_not_lent(self, codec, sharer, to, lends):
         payload = codec.encode(make_rref(), to, True, lends=lends)
         assert len(payload.forks) == 1 and not payload.lent
 

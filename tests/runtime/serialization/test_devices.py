@@ -3,9 +3,11 @@
 The device "meta" stands for another one: tensors can be put there, and lose their values.
 """
 
+from typing import Any
+
 import pytest
 import torch
-from memory_nodes import WAIT, Node
+from memory_workers import WAIT, MemoryWorker
 
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.serialization import devices
@@ -15,11 +17,12 @@ from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._transports.memory import MemoryHub
 from rayrpc.errors import DeviceMapError
 
+NO_RREFS: Any = None  # none are sent here
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def through(obj, device_map):
-    codec = Codec(None)
+    codec = Codec(NO_RREFS)
     payload = codec.encode(obj, 1, True, device_map)
     return codec.decode(payload.data, payload.buffers, payload.forks)
 
@@ -41,7 +44,7 @@ class TestRoutes:
         assert back == {torch.device("cuda:0"): torch.device("cuda:1"), CPU: CPU}
         assert self.routes().of_results(8) is None
 
-    def test_an_id_that_somebody_else_has_now_has_the_maps_of_its_new_holder(self):
+    def test_an_id_that_is_taken_again_has_the_maps_of_its_new_holder(self):
         routes = self.routes()
         routes.add(Member("v", "she", 7))
         assert routes.of_results(7) is None
@@ -107,16 +110,16 @@ class TestCalls:
     def pair(self):
         hub = MemoryHub()
         maps = {"bob": {"cpu": "meta"}}
-        alice = Node(
+        alice = MemoryWorker(
             hub,
             "alice",
             extra={"device_maps": maps, "device_count": 0},
             device_maps={"bob": {torch.device("cpu"): torch.device("meta")}},
         )
-        bob = Node(hub, "bob")
+        bob = MemoryWorker(hub, "bob")
         yield alice, bob
-        for node in (alice, bob):
-            node.agent.shutdown()
+        for worker in (alice, bob):
+            worker.agent.shutdown()
 
     def test_arguments_go_by_the_map(self, pair):
         alice, bob = pair

@@ -1,6 +1,7 @@
 """Errors on their way back."""
 
 import pickle
+from typing import Any
 
 import pytest
 import targets
@@ -67,8 +68,8 @@ def test_rayrpcs_own_errors_keep_their_fields():
     [ValueError("a", 1), WorkerDiedError("bob", "x"), CallTimeoutError("t"), OSError(2, "no")],
 )
 def test_a_fresh_error_is_alike_and_has_no_trace(error):
-    error.note = "kept"
-    again = fresh(error)
+    vars(error)["note"] = "kept"
+    again: Any = fresh(error)
     assert type(again) is type(error) and again is not error
     assert (str(again), again.args, again.note) == (str(error), error.args, "kept")
     assert again.__traceback__ is None

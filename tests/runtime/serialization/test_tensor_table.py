@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -81,18 +82,17 @@ OTHERS = {
 }
 
 
-class NoRRefs:
-    """No RRefs are sent here."""
+NO_RREFS: Any = None  # none are sent here
 
 
 def encode(obj):
-    return Codec(NoRRefs()).encode(obj, 1, shares_main=True)
+    return Codec(NO_RREFS).encode(obj, 1, shares_main=True)
 
 
 def receive(payload, readonly=False):
     kind = bytes if readonly else bytearray
     buffers = [kind(memoryview(b).cast("B")) for b in payload.buffers]
-    return Codec(NoRRefs()).decode(payload.data, buffers, payload.forks)
+    return Codec(NO_RREFS).decode(payload.data, buffers, payload.forks)
 
 
 def values(tensor):
@@ -204,9 +204,11 @@ def test_views_of_one_storage_arrive_apart(size):
 def test_a_parameter_with_a_gradient_leaves_it_behind(size):
     sent = torch.nn.Parameter(rand(size))
     sent.sum().backward()
+    assert sent.grad is not None
     got = receive(encode(sent))
     assert type(got) is torch.nn.Parameter and got.grad is None
     (got * 2).sum().backward()
+    assert got.grad is not None
     assert got.grad.sum() == 2 * len(sent) and sent.grad.sum() == len(sent)
 
 

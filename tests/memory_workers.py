@@ -16,7 +16,7 @@ from rayrpc.options import TensorPipeRpcBackendOptions
 WAIT = 10.0
 
 
-class Node:
+class MemoryWorker:
     """A worker, its agent, and a way to kill it."""
 
     def __init__(self, hub, name, rank=-1, world_size=None, hooks=(), extra=None, **options):
@@ -56,7 +56,7 @@ class Node:
         return self.agent.caller.remote(self.find(to), Invocation(func, args), timeout)
 
     def find(self, to):
-        return self.agent.lookup(to.name if isinstance(to, Node) else to)
+        return self.agent.lookup(to.name if isinstance(to, MemoryWorker) else to)
 
     def die(self):
         """Stop serving at once; the others hear of it."""
