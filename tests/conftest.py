@@ -7,6 +7,7 @@ and else ``unit``. It may be both of the first two. An explicit marker has prece
 import atexit
 import contextlib
 import logging
+import multiprocessing.context
 import os
 import shutil
 import signal
@@ -32,6 +33,12 @@ os.environ.pop("RAY_ADDRESS", None)
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 90.0
+
+# Where coverage is measured, Ray's workers need a hand to save theirs.
+HOOKS = ROOT / "tests" / "coverage_of_actors"
+if "COVERAGE_PROCESS_CONFIG" in os.environ:
+    paths = [str(HOOKS), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 KINDS = ("unit", "ray", "process")
@@ -67,7 +74,10 @@ def _kinds(item: pytest.Item) -> set[str]:
             kinds.add("ray" if function is _ray_cluster else "process")
         elif function.__module__ != __name__:
             kinds |= _kinds_of_code(function, seen)
-    return kinds | _kinds_of_code(item.function, seen)
+    kinds |= _kinds_of_code(item.function, seen)
+    # a fixture over all transports asks for the cluster by name, except for the one in memory
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return kinds - {"ray"} if "memory" in parameters else kinds
 
 
 def _kinds_of_code(function: Any, seen: set[Any]) -> set[str]:
@@ -76,10 +86,14 @@ def _kinds_of_code(function: Any, seen: set[Any]) -> set[str]:
     if not isinstance(function, types.FunctionType) or function in seen:
         return set()
     seen.add(function)
-    kinds: set[str] = set()
+    kinds: set[str] = {"ray"} if "ray_cluster" in function.__code__.co_consts else set()
     for name in _names(function.__code__):
         used = function.__globals__.get(name)
-        if used is Run or getattr(used, "__name__", "") in PROCESS_MODULES:
+        if (
+            used is Run
+            or isinstance(used, multiprocessing.context.BaseContext)
+            or getattr(used, "__name__", "") in PROCESS_MODULES
+        ):
             kinds.add("process")
         elif isinstance(used, types.FunctionType) and used.__module__ == function.__module__:
             kinds |= _kinds_of_code(used, seen)

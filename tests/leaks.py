@@ -29,7 +29,7 @@ THREADS_THAT_STAY = [
     (r"PythonGCThread|ray_.*|AsyncIO Thread.*|Thread-\d+ \(_.*(ray|grpc).*\)", "Ray's own"),
     (r"raylet.*|import_thread.*", "Ray's own"),
     (r"QueueFeederThread|Thread-\d+ \(_serve\)", "multiprocessing's, for as long as the process"),
-    (r"pydevd.*|Tqdm.*|tqdm.*", "tools"),
+    (r"rayrpc-watch", "sleeps up to 5 s before it finds that its readers are closed"),
 ]
 # Caches of an agent, whose threads end when idle, or when the agent shuts down.
 THREADS_OF_AN_AGENT = [(r"rayrpc-.*", "the agent still runs")]
@@ -38,6 +38,7 @@ THREADS_OF_AN_AGENT = [(r"rayrpc-.*", "the agent still runs")]
 DESCRIPTORS_THAT_STAY = [
     (r"/dev/(null|urandom|random|nvidia.*)", "opened once, by libraries"),
     (r".*\.coverage.*", "coverage's data"),
+    (r"socket:unix to .*torch-shm-dir.*", "torch's manager of shared memory"),
     (r"/proc/.*|/sys/.*", "psutil and torch read them"),
 ]
 # With Ray in this process, gRPC opens and closes these when it likes.
@@ -165,14 +166,33 @@ def _kind(descriptor: int, target: str) -> str:
     if not target.startswith("socket:"):
         return target
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
-        return "socket:unix" if found.family == socket.AF_UNIX else "socket:tcp"
+        if found.family != socket.AF_UNIX:
+            return "socket:tcp"
+        with contextlib.suppress(OSError):
+            return f"socket:unix to {found.getpeername()!r}"
+        return "socket:unix"
     return target
+
+
+def _of_multiprocessing() -> set[int | None]:
+    """Return the descriptors of what multiprocessing starts once for this process."""
+    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
+    sharer: Any = sys.modules.get("multiprocessing.resource_sharer")
+    server: Any = sys.modules.get("multiprocessing.forkserver")
+    found = [tracker and tracker._resource_tracker._fd]
+    found += [server and server._forkserver._forkserver_alive_fd]
+    if sharer is not None and sharer._resource_sharer._listener is not None:
+        found.append(sharer._resource_sharer._listener._listener._socket.fileno())
+    return set(found)
 
 
 def _new_descriptors(before: Snapshot, now: Snapshot) -> Iterator[str]:
     may_stay = DESCRIPTORS_THAT_STAY + (DESCRIPTORS_OF_RAY if ray_is_on() else [])
     may_stay = may_stay + (DESCRIPTORS_OF_AN_AGENT if _agent_runs() else [])
+    kept = _of_multiprocessing()
     for descriptor, target in now.descriptors.keys() - before.descriptors.keys():
+        if descriptor in kept:
+            continue
         kind = _kind(descriptor, target)
         if not _matches(kind, may_stay):
             yield f"descriptor {descriptor}: {kind}"
@@ -193,9 +213,28 @@ def _new_actors(before: Snapshot, now: Snapshot) -> Iterator[str]:
 
 def _new_segments(before: Snapshot, now: Snapshot) -> Iterator[str]:
     for name in now.segments.keys() - before.segments.keys():
-        owner = re.match(r"torch_(\d+)_", name)  # of another program on this machine?
-        if owner is None or int(owner[1]) == os.getpid():
+        if not _is_foreign(name):
             yield f"shared memory {name}"
+
+
+_foreign: set[str] = set()
+
+
+def _is_foreign(segment: str) -> bool:
+    """Return whether a process that these tests did not start has a segment mapped."""
+    if segment in _foreign:
+        return True
+    mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR', '')}\0".encode()  # this session's alone
+    path = f"{SHARED_MEMORY}/{segment}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_mapped = path in (folder / "maps").read_bytes()
+            if is_mapped and mine not in (folder / "environ").read_bytes():
+                if int(folder.name) == os.getpid():  # its variable was set after it started
+                    return False
+                _foreign.add(segment)
+                return True
+    return False
 
 
 def _compare(before: Snapshot) -> list[str]:

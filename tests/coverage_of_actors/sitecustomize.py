@@ -1,0 +1,57 @@
+"""Save the coverage of Ray's workers, which end by a signal that no handler sees.
+
+Python imports this at its start where the folder is on PYTHONPATH (``conftest.py`` sees to it when
+coverage is measured). Coverage itself was started just before, by its own ``.pth`` file. In a
+worker of Ray two things are missing, and added here: the data is saved every second, and threads
+that Ray started in C++ are traced.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+
+SAVE_SECONDS = 1.0
+
+
+def _save(coverage):
+    while True:
+        time.sleep(SAVE_SECONDS)
+        with contextlib.suppress(Exception):  # the process is ending
+            coverage.save()
+
+
+def _trace_threads_of_ray():
+    """Let each thread that runs an actor's method be traced from there on."""
+    from ray._private.function_manager import FunctionActorManager
+
+    make = FunctionActorManager._make_actor_method_executor
+
+    def make_traced(self, method_name, method):
+        execute = make(self, method_name, method)
+        if threading.gettrace() is None:
+            return execute
+
+        def traced(*args, **kwargs):
+            if sys.gettrace() is None:
+                sys.settrace(threading.gettrace())
+            return execute(*args, **kwargs)
+
+        traced.name, traced.method = execute.name, execute.method
+        return traced
+
+    FunctionActorManager._make_actor_method_executor = make_traced
+
+
+def _start():
+    if not any(argument.endswith("default_worker.py") for argument in sys.orig_argv):
+        return
+    coverage = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage is not None else None
+    if current is None:
+        return
+    threading.Thread(target=_save, args=(current,), name="coverage", daemon=True).start()
+    _trace_threads_of_ray()
+
+
+_start()

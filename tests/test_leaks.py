@@ -1,0 +1,97 @@
+"""The leak check finds what is left, and nothing else."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from leaks import left_over, snapshot
+
+
+def found_after(leave, clean_up):
+    before = snapshot()
+    left = leave()
+    try:
+        return left_over(before, 0.0)
+    finally:
+        clean_up(left)
+
+
+def test_a_snapshot_is_equal_to_itself_and_cheap():
+    before = snapshot()
+    assert left_over(before) == []
+    start = time.process_time()
+    for _ in range(20):
+        left_over(snapshot())
+    assert (time.process_time() - start) / 20 < 0.05  # seconds of CPU; it takes under 1 ms
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_thread_is_found(daemon):
+    gate = threading.Event()
+
+    def leave():
+        thread = threading.Thread(target=gate.wait, name="left", daemon=daemon)
+        thread.start()
+        return thread
+
+    def clean_up(thread):
+        gate.set()
+        thread.join()
+
+    expected = "thread left" if daemon else "thread left, not a daemon"
+    assert found_after(leave, clean_up) == [expected]
+
+
+def test_a_descriptor_is_found(tmp_path):
+    (descriptor,) = found_after(lambda: (tmp_path / "file").open("w"), lambda file: file.close())
+    assert str(tmp_path / "file") in descriptor
+
+
+def test_memory_without_a_name_is_found():
+    (memory,) = found_after(lambda: os.memfd_create("left"), os.close)
+    assert "memfd:left" in memory
+
+
+def test_shared_memory_is_found():
+    path = f"/dev/shm/torch_{os.getpid()}_left"
+    assert found_after(lambda: open(path, "x").close(), lambda _: os.unlink(path)) == [
+        f"shared memory torch_{os.getpid()}_left"
+    ]
+
+
+def test_a_process_is_found():
+    def leave():
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    def clean_up(process):
+        process.kill()
+        process.wait()
+
+    assert any("time.sleep(60)" in each for each in found_after(leave, clean_up))
+
+
+def test_an_actor_is_found(ray_cluster):
+    import ray
+
+    def leave():
+        class Left:  # by value: the actors do not have this file's folder
+            pass
+
+        actor = ray.remote(Left).remote()
+        ray.get(actor.__ray_ready__.remote(), timeout=60)
+        return actor
+
+    before = snapshot()
+    actor = leave()
+    assert any("Left" in each for each in left_over(before, 0.0))
+    ray.kill(actor)
+    assert left_over(before) == []
+
+
+def test_what_ends_soon_is_waited_for():
+    before = snapshot()
+    threading.Timer(0.05, lambda: None).start()
+    assert left_over(before) == []
