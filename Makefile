@@ -6,10 +6,11 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test compliance bench lint format typecheck clean distclean
+.PHONY: help install demo test test-fast compliance bench lint imports format typecheck \
+  clean distclean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 install: $(STAMP) ## Create .venv with all that is needed
 
@@ -28,20 +29,36 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Train CartPole on a few workers
 	$(VENV)/bin/rayrpc run examples/cartpole.py $(ARGS)
 
-test: install ## Run the tests
+ifeq ($(strip $(ARGS)),)
+test: lint ## Check all, and run the tests with coverage; with ARGS, run those tests alone
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
+else
+test: install
 	$(PY) -m pytest $(ARGS)
+endif
 
-compliance: install ## Run PyTorch's own RPC suites
+test-fast: install ## Run the unit tests, which need neither Ray nor processes
+	$(PY) -m pytest -m "unit and not slow" $(ARGS)
+
+compliance: install ## Run PyTorch's own RPC suites, all lists
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
+	$(PY) tests/compliance/run.py --tests tests/compliance/autograd.txt $(ARGS)
 
 bench: install ## Time calls, whole programs, and training
 	$(PY) tests/benchmarks/bench_rpc.py --output build/bench $(ARGS)
 	$(PY) tests/benchmarks/bench_programs.py --output build/bench $(ARGS)
 	$(PY) tests/benchmarks/bench_training.py --output build/bench $(ARGS)
 
-lint: install typecheck ## Check style, format and types
+lint: install ## Check style, format, imports and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(MAKE) --no-print-directory imports typecheck
+
+imports: install ## Check the layers of imports
+	$(VENV)/bin/lint-imports
 
 format: install ## Format the code and mend what ruff can
 	$(PY) -m ruff check --fix-only .
@@ -51,7 +68,7 @@ typecheck: install ## Check the types
 	$(PY) -m mypy
 
 clean: ## Remove build outputs and caches
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/output
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis examples/output
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## ... and .venv

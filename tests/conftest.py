@@ -34,12 +34,10 @@ os.environ.pop("RAY_ADDRESS", None)
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 90.0
 
-# Where coverage is measured, Ray's workers need a hand to save theirs.
-HOOKS = ROOT / "tests" / "coverage_of_actors"
-if "COVERAGE_PROCESS_CONFIG" in os.environ:
-    paths = [str(HOOKS), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
+# Where coverage is measured, Ray's workers save theirs with what this folder holds.
+SITE = str(ROOT / "tests" / "coverage_of_actors") if "COVERAGE_PROCESS_CONFIG" in os.environ else ""
+if SITE:
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
 
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
@@ -270,7 +268,8 @@ def _start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start_one(*arguments: str, **environ: str | None) -> Run:
-        full = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        path = os.pathsep.join(filter(None, [SITE, str(ROOT)]))
+        full = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         full["PYTHONFAULTHANDLER"] = "1"
         for name, value in environ.items():
             full.pop(name, None)

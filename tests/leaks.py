@@ -37,7 +37,7 @@ THREADS_OF_AN_AGENT = [(r"rayrpc-.*", "the agent still runs")]
 # (pattern of a descriptor's target, reason)
 DESCRIPTORS_THAT_STAY = [
     (r"/dev/(null|urandom|random|nvidia.*)", "opened once, by libraries"),
-    (r".*\.coverage.*", "coverage's data"),
+    (r".*/build/coverage/.*", "coverage's data"),
     (r"socket:unix to .*torch-shm-dir.*", "torch's manager of shared memory"),
     (r"/proc/.*|/sys/.*", "psutil and torch read them"),
 ]

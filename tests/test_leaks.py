@@ -1,4 +1,4 @@
-"""The leak check finds what is left, and nothing else."""
+"""The leak check finds what is left, and nothing else; markers say what a test starts."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from conftest import ROOT
 from leaks import left_over, snapshot
 
 
@@ -95,3 +96,58 @@ def test_what_ends_soon_is_waited_for():
     before = snapshot()
     threading.Timer(0.05, lambda: None).start()
     assert left_over(before) == []
+
+
+# -- markers ------------------------------------------------------------------------------------
+
+TESTS = """
+import subprocess, sys
+import pytest
+
+def start():
+    return subprocess.run([sys.executable, "-c", ""])
+
+def test_starts(): start()
+
+@pytest.mark.unit
+def test_claims_too_much(): start()
+
+def test_cluster(ray_cluster): pass
+
+def test_nothing(): pass
+"""
+
+
+def run_pytest(folder, *arguments):
+    (folder / "test_these.py").write_text(TESTS)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *arguments, "test_these.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("marker", "names"),
+    [
+        ("unit", {"test_claims_too_much", "test_nothing"}),
+        ("process", {"test_starts"}),
+        ("ray", {"test_cluster"}),
+    ],
+)
+def test_markers_follow_from_what_a_test_uses(tmp_path, marker, names):
+    output = run_pytest(tmp_path, "--collect-only", "-m", marker)
+    found = {line.split("::")[1] for line in output.splitlines() if "::" in line}
+    assert found == names, output
+
+
+def test_a_unit_test_that_starts_a_process_fails(tmp_path):
+    output = run_pytest(tmp_path, "-m", "not ray")
+    assert "3 passed" in output and "1 error" in output, output
+    assert "a unit test started subprocess.Popen" in output

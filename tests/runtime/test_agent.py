@@ -399,6 +399,7 @@ def test_rrefs_of_calls_that_fail_are_released(a, b, c):
     assert eventually(lambda: a.is_empty() and b.is_empty() and c.is_empty())
 
 
+@pytest.mark.slow
 def test_twenty_thousand_rrefs_leave_no_entries_and_no_growth(a, b):
     def churn(number):
         for _ in range(number // 500):
