@@ -173,7 +173,6 @@ def install(jit: bool = False) -> None:
 
 
 def _install_rpc() -> None:
-    importlib.import_module("rayrpc.futures").make_awaitable()
     rpc = _rpc_package()
     for name, home in {**MODULES, **LATE_MODULES}.items():
         _set(sys.modules, name, importlib.import_module(home))
