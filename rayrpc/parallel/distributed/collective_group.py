@@ -139,10 +139,10 @@ class CollectiveGroup:
         Args:
             tensor (Tensor): sent by ``src``, filled in place in the others.
             src (int): rank of the sender.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.broadcast``.
         """
@@ -155,10 +155,10 @@ class CollectiveGroup:
         Args:
             tensor (Tensor): this process's, then the result.
             op (ReduceOp): how to reduce.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.all_reduce``.
         """
@@ -174,10 +174,10 @@ class CollectiveGroup:
             tensor (Tensor): this process's; in ``dst``, then the result; undefined in the others.
             dst (int): rank of the process that gets the result.
             op (ReduceOp): how to reduce.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.reduce``.
         """
@@ -193,10 +193,10 @@ class CollectiveGroup:
             tensor_list (list[Tensor]): filled in place, by rank in the group; as many as there are
                 members, each of the shape and dtype of ``tensor``.
             tensor (Tensor): this process's.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.all_gather``.
         """
@@ -217,10 +217,10 @@ class CollectiveGroup:
             gather_list (list[Tensor] | None): in ``dst``, as for ``all_gather``; None in the
                 others.
             dst (int): rank of the process that collects.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.gather``.
         """
@@ -241,10 +241,10 @@ class CollectiveGroup:
             scatter_list (list[Tensor], optional): in ``src``, one for each member, by rank in the
                 group; None in the others.
             src (int): rank of the sender.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.scatter``.
         """
@@ -255,10 +255,10 @@ class CollectiveGroup:
         """Wait until all members have called this.
 
         Args:
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``torch.distributed.barrier``.
         """
@@ -275,11 +275,11 @@ class CollectiveGroup:
         Args:
             tensor_list (list[Tensor]): this process's, filled in place.
             src (int): rank of the sender.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
             src_tensor (int): index of the tensor to send, in the list of ``src``.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``machin.parallel.distributed.CollectiveGroup.broadcast_multigpu``.
         """
@@ -295,10 +295,10 @@ class CollectiveGroup:
         Args:
             tensor_list (list[Tensor]): this process's, then the result in each.
             op (ReduceOp): SUM, PRODUCT, MIN or MAX, if a process has several tensors.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Raises:
             ValueError: ``op`` is another one.
@@ -323,11 +323,11 @@ class CollectiveGroup:
             tensor_list (list[Tensor]): this process's; in ``dst``, one becomes the result.
             dst (int): rank of the process that gets the result.
             op (ReduceOp): SUM, PRODUCT, MIN or MAX, if a process has several tensors.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
             dst_tensor (int): index of the result in the list of ``dst``.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Raises:
             ValueError: ``op`` is another one.
@@ -349,10 +349,10 @@ class CollectiveGroup:
             output_tensor_lists (list[list[Tensor]]): filled in place.  Of ``n`` tensors of each
                 process, tensor ``j`` of rank ``k`` in the group is ``[k * n + j]`` of each list.
             input_tensor_list (list[Tensor]): this process's ``n`` tensors.
-            async_op (bool): return a handle at once.
+            async_op (bool): do not wait.
 
         Returns:
-            Work | None: a handle if ``async_op``.
+            Handle | None: to wait for, if ``async_op``.
 
         Source: ``machin.parallel.distributed.CollectiveGroup.all_gather_multigpu``.
         """

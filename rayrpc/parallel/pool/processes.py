@@ -173,14 +173,25 @@ class Pool(BasePool):
                 self._scheduler.return_tasks(name, batch, revoked)
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Submit a task to the scheduler; None closes it."""
+        """Submit a task to the scheduler.
+
+        Args:
+            obj: a task; None: there will be no more.
+        """
         if obj is None:
             self._scheduler.close()
         else:
             self._scheduler.submit(obj)
 
     def pool_outqueue_get(self, timeout: float) -> Any:
-        """Return the next result; see ``BasePool``."""
+        """Return the next result.
+
+        Args:
+            timeout (float): in seconds.
+
+        Raises:
+            TimeoutError: no result came.
+        """
         try:
             return self._results.get(timeout=timeout)
         except queue.Empty:
@@ -230,7 +241,13 @@ class Pool(BasePool):
     def worker(
         get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
-        """Run tasks until there are no more; exceptions are sent with their traceback."""
+        """Run tasks until there are no more; exceptions are sent with their traceback.
+
+        Args:
+            get (Callable): returns a task, or None at the end.
+            put (Callable): accepts a result.
+            *args, **kwargs: the other arguments of ``BasePool.worker``.
+        """
 
         def put_result(result: Result) -> None:
             job, index, (success, value) = result
@@ -296,7 +313,13 @@ class CtxPool(Pool):
     def worker(
         get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
-        """Run tasks with this worker's context as the functions' first argument."""
+        """Run tasks with this worker's context as the functions' first argument.
+
+        Args:
+            get (Callable): returns a task, or None at the end.
+            put (Callable): accepts a result.
+            *args, **kwargs: the other arguments of ``BasePool.worker``.
+        """
         get = add_context(lambda: CtxPoolStorage.storage, get)
         Pool.worker(get, put, *args, **kwargs)
 

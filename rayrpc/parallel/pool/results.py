@@ -153,7 +153,12 @@ class MapResult(AsyncResult[list[T]]):
             self._complete(True, [])
 
     def set_outcome(self, index: int, outcome: tuple[bool, Any]) -> None:
-        """Accept the outcome of one chunk; the last one completes the result."""
+        """Accept the outcome of one chunk; the last one completes the result.
+
+        Args:
+            index (int): number of the chunk in its call.
+            outcome (tuple[bool, Any]): True and its list, or False and its exception.
+        """
         success, value = outcome
         if success:
             first = index * self._chunksize

@@ -91,7 +91,11 @@ class ThreadPool(Pool):
             self.repopulate_pool()
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Queue a task; None ends one thread."""
+        """Queue a task.
+
+        Args:
+            obj: a task; None ends one thread.
+        """
         self._inqueue.put(obj)
 
     def join_workers(self) -> None:
@@ -149,6 +153,12 @@ class CtxThreadPool(ThreadPool):
     def worker(
         get: Callable[[], Any], put: Callable[[Any], None], *args: Any, **kwargs: Any
     ) -> None:
-        """Run tasks with this thread's context as the functions' first argument."""
+        """Run tasks with this thread's context as the functions' first argument.
+
+        Args:
+            get (Callable): returns a task, or None at the end.
+            put (Callable): accepts a result.
+            *args, **kwargs: the other arguments of ``BasePool.worker``.
+        """
         get = add_context(lambda: CtxThreadPool._context.value, get)
         ThreadPool.worker(get, put, *args, **kwargs)
