@@ -6,30 +6,29 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Promise", "resolved"]
+__all__ = ["OneShot", "Promise", "resolved"]
 
 T = TypeVar("T")
 
 _PENDING: Any = object()
 
 
-class Promise(Generic[T]):
-    """Hold a value that is set once.
+class OneShot(Generic[T]):
+    """Hold a value that is set once; the base of classes with an interface of their own.
 
-        PENDING ── set ──> DONE     waiting threads return, callbacks run
+        PENDING ── set ──> DONE     callbacks run, waiting threads return
 
     Args:
-        lock (threading.Lock, optional): guards the promise; promises may share one. It is held
-            for a few instructions only, and never while a callback runs.
+        lock (threading.Lock, optional): guards the value; several may share one. It is held for
+            a few instructions only, and never while a callback runs.
     """
 
-    __slots__ = ("_callbacks", "_lock", "_value", "_waiters")
+    __slots__ = ("_callbacks", "_lock", "_value")
 
     def __init__(self, lock: threading.Lock | None = None) -> None:
         self._lock = threading.Lock() if lock is None else lock
         self._value: T = _PENDING
-        self._callbacks: list[Callable[[T], None]] | None = None
-        self._waiters: list[threading.Lock] | None = None  # one a waiting thread, to be released
+        self._callbacks: list[Callable[[T], object]] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -52,17 +51,14 @@ class Promise(Generic[T]):
             if self._value is not _PENDING:
                 return False
             self._value = value
-            callbacks, waiters = self._callbacks, self._waiters
-            self._callbacks = self._waiters = None
-        if waiters is not None:
-            for waiter in waiters:
-                waiter.release()
+            callbacks = self._callbacks
+            self._callbacks = None
         if callbacks is not None:
             for callback in callbacks:
                 callback(value)
         return True
 
-    def on_done(self, callback: Callable[[T], None]) -> None:
+    def add_callback(self, callback: Callable[[T], object]) -> None:
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
         if self._value is _PENDING:
             with self._lock:
@@ -74,7 +70,15 @@ class Promise(Generic[T]):
                     return
         callback(self._value)
 
-    def wait(self, timeout: float | None = None) -> T:
+    def remove_callback(self, callback: Callable[[T], object]) -> bool:
+        """Drop a callback; return False if the value was set before."""
+        with self._lock:
+            if self._callbacks is None or callback not in self._callbacks:
+                return False
+            self._callbacks.remove(callback)
+            return True
+
+    def wait_value(self, timeout: float | None = None) -> T:
         """Return the value.
 
         Args:
@@ -84,22 +88,39 @@ class Promise(Generic[T]):
             TimeoutError: it was not set in time.
         """
         if self._value is _PENDING:
-            waiter = threading.Lock()
-            waiter.acquire()
-            with self._lock:
-                if self._value is not _PENDING:
-                    return self._value
-                if self._waiters is None:
-                    self._waiters = [waiter]
-                else:
-                    self._waiters.append(waiter)
-            if not waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-                with self._lock:
-                    if self._value is _PENDING:
-                        if self._waiters is not None:
-                            self._waiters.remove(waiter)
-                        raise TimeoutError
+            done = threading.Lock()
+            done.acquire()
+
+            def wake(_: T) -> None:
+                done.release()
+
+            self.add_callback(wake)
+            if not done.acquire(
+                timeout=-1 if timeout is None else max(0.0, timeout)
+            ) and self.remove_callback(wake):
+                raise TimeoutError
         return self._value
+
+
+class Promise(OneShot[T]):
+    """A value that is set once, to wait for or to be called back with; see ``OneShot``."""
+
+    __slots__ = ()
+
+    def on_done(self, callback: Callable[[T], object]) -> None:
+        """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
+        self.add_callback(callback)
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Return the value.
+
+        Args:
+            timeout: in seconds; None: as long as it takes.
+
+        Raises:
+            TimeoutError: it was not set in time.
+        """
+        return self.wait_value(timeout)
 
 
 def resolved(value: T) -> Promise[T]:

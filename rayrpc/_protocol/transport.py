@@ -1,11 +1,12 @@
 """The seams below the runtime: a transport carries frames, a directory knows the members.
 
-A transport carries frames between the workers of a group.  Whatever it is made of, it promises:
+A transport carries frames between the workers of a group.  Every implementation promises:
 
 - every ``call`` ends exactly once, with the callee's reply or with an error of ``errors``;
 - frames to one peer may overtake one another; none is delivered twice;
-- a peer that dies ends the calls to it at once, with ``WorkerDiedError``;
-- serving never blocks sending, and the other way round.
+- when a peer dies, the calls to it end at once, with ``WorkerDiedError``;
+- serving never blocks sending, and sending never blocks serving;
+- a reply may travel by another transport than its request (``send_reply``, ``expect_reply``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import abc
 import logging
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayrpc._concurrency.outcome import Outcome, Value
+from rayrpc._concurrency.promise import OneShot, Promise
 from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.messages import Frame, Kind, flat
 from rayrpc.errors import CallError
@@ -37,55 +38,37 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class Deferred:
-    """A reply that will come later, from another thread."""
+class Deferred(Promise[Frame]):
+    """A reply that will be set later, by another thread."""
 
-    __slots__ = ("_callback", "_frame", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._frame: Frame | None = None
-        self._callback: Callable[[Frame], None] | None = None
-
-    def set(self, frame: Frame) -> None:
-        """Give the reply."""
-        with self._lock:
-            self._frame = frame
-            callback = self._callback
-        if callback is not None:
-            callback(frame)
-
-    def on_done(self, callback: Callable[[Frame], None]) -> None:
-        """Call ``callback`` with the reply, now if it is there."""
-        with self._lock:
-            self._callback = callback
-            frame = self._frame
-        if frame is not None:
-            callback(frame)
+    __slots__ = ()
 
 
 class Serve(Protocol):
-    """What answers frames: the callee."""
+    """Answers frames: the callee."""
 
     def __call__(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
-        """Answer a frame.
+        """Return the reply to a frame.
 
         Args:
-            frame: what a peer asks.
-            may_block: this thread may be kept for as long as the user's function runs.
+            frame: a peer's request.
+            may_block: the user's function may run in this thread, for as long as it takes.
         """
 
 
 class Pending(abc.ABC):
-    """A call on its way; wait for it, or be called back, but not both."""
+    """A call under way; use either ``wait`` or ``on_done``, or ``on_done`` after a timeout."""
 
     @abc.abstractmethod
     def wait(self, timeout: float | None) -> Frame:
         """Return the reply.
 
+        Args:
+            timeout: in seconds; None: as long as it takes.
+
         Raises:
-            TimeoutError: it did not come in ``timeout`` seconds; the call goes on.
-            CallError: there will be none.
+            TimeoutError: it did not arrive in time; the call goes on.
+            CallError: the call failed.
         """
 
     @abc.abstractmethod
@@ -94,62 +77,37 @@ class Pending(abc.ABC):
 
         Args:
             callback: takes the reply or an error.
-            urgent: somebody waits for it; else it may come along with other replies, after some
-                milliseconds.
+            urgent: a thread or a Future waits for the reply; else the callback may be delayed by
+                some milliseconds, until other replies are read.
         """
 
 
-class PendingReply(Pending):
-    """A pending call that somebody completes by hand."""
+class PendingReply(OneShot[Outcome[Frame]], Pending):
+    """A pending call that is completed by ``complete``."""
 
-    __slots__ = ("_callback", "_done", "_lock", "_outcome")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._done: threading.Event | None = None
-        self._outcome: Outcome[Frame] | None = None
-        self._callback: Callable[[Outcome[Frame]], None] | None = None
+    __slots__ = ()
 
     def complete(self, outcome: Outcome[Frame]) -> bool:
-        """End the call; later ones change nothing, and return False."""
-        with self._lock:
-            if self._outcome is not None:
-                return False
-            self._outcome = outcome
-            done, callback = self._done, self._callback
-        if done is not None:
-            done.set()
-        if callback is not None:
-            callback(outcome)
-        return True
+        """End the call; return False, and change nothing, if it has ended before."""
+        return self.set(outcome)
 
     def wait(self, timeout: float | None) -> Frame:
-        with self._lock:
-            if self._outcome is None:
-                self._done = threading.Event()
-        if self._done is not None and not self._done.wait(timeout):
-            raise TimeoutError
-        assert self._outcome is not None
-        return self._outcome.unwrap()
+        return self.wait_value(timeout).unwrap()
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
-        with self._lock:
-            self._callback = callback
-            outcome = self._outcome
-        if outcome is not None:
-            callback(outcome)
+        self.add_callback(callback)
 
     def serve(self, serve: Serve, frame: Frame) -> None:
-        """Complete this call with what ``serve`` in this process answers to ``frame``."""
+        """Complete this call with the reply of ``serve``, which is in this process."""
         reply = served(serve, frame)
         if isinstance(reply, Deferred):
-            reply.on_done(lambda frame: void(self.complete(Value(copied(frame)))))
+            reply.on_done(lambda frame: self.complete(Value(copied(frame))))
         else:
             self.complete(Value(copied(reply)))
 
 
 def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferred:
-    """Return what ``serve`` answers; if it fails itself, a reply that says so."""
+    """Return the reply of ``serve``, or an ERROR frame if ``serve`` itself raises."""
     try:
         return serve(frame, may_block)
     except BaseException as exc:
@@ -160,18 +118,14 @@ def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferr
 
 
 def copied(frame: Frame) -> Frame:
-    """Return what a receiver in the same process gets: memory of its own."""
+    """Return a copy that shares no memory with ``frame``, for a receiver in the same process."""
     return Frame.unpack(frame.pack(), [bytearray(flat(buffer)) for buffer in frame.buffers])
-
-
-def void(_: object) -> None:
-    """Turn a result into none."""
 
 
 class Transport(abc.ABC):
     """Carry frames between this worker and its peers."""
 
-    #: what it is called in settings and logs
+    #: its name in settings and logs
     name: str
 
     @property
@@ -181,8 +135,13 @@ class Transport(abc.ABC):
 
     @property
     def node(self) -> str:
-        """Address of this worker's node, for error messages."""
+        """Network address of this worker's node; empty where it has none."""
         return ""
+
+    @property
+    def node_id(self) -> str:
+        """Identifier of this worker's node; workers with equal ones share its memory."""
+        return self.node
 
     @abc.abstractmethod
     def start(
@@ -192,25 +151,43 @@ class Transport(abc.ABC):
 
         Args:
             serve: answers a frame; it may block as long as the user's function does.
-            find: returns the peer with a worker id, if it is in the group.
-            secret: what only members of the group know.
+            find: returns the member with a worker id, None if there is none.
+            secret: known to the members of the group only.
         """
 
     @abc.abstractmethod
     def call(self, peer: Member, frame: Frame) -> Pending:
-        """Send a frame to a peer, and expect its reply."""
+        """Send a request to a peer; return where its reply will be."""
+
+    @abc.abstractmethod
+    def expect_reply(self, call_id: int, peer: Member) -> Pending:
+        """Return where a reply will be that the peer sends by ``send_reply``.
+
+        The request went, and the reply was announced, by another transport.  Call it once a reply.
+
+        Args:
+            call_id: of the request.
+            peer: the callee.
+        """
+
+    @abc.abstractmethod
+    def send_reply(self, request: Frame, reply: Frame) -> None:
+        """Send the reply to a request that arrived by another transport.
+
+        It may block while it connects to the caller.  A caller that has left the group is ignored.
+        """
 
     @abc.abstractmethod
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
-        """End the calls to a peer that is known to be gone."""
+        """End the calls to a peer, and the replies expected of it, which is known to be gone."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop serving and sending; idempotent."""
+        """Stop serving and sending, and fail the expected replies; idempotent."""
 
 
 class Directory(abc.ABC):
-    """The rendezvous of a group: unique names and ids, who is alive, barriers."""
+    """The rendezvous of a group: unique names and ids, liveness, barriers."""
 
     @abc.abstractmethod
     def join(self, member: Member, timeout: float) -> Snapshot:
@@ -226,19 +203,19 @@ class Directory(abc.ABC):
 
     @abc.abstractmethod
     def members(self) -> list[Member]:
-        """Return who is in the group right now."""
+        """Return the present members of the group."""
 
     @abc.abstractmethod
     def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
-        """Wait until every member that is left reports at ``tag``; return the reports by name.
+        """Wait until every remaining member reports at ``tag``; return the reports by name.
 
         Raises:
-            GroupError: some member did not in ``timeout`` seconds.
+            GroupError: some member did not report in ``timeout`` seconds.
         """
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the group; the others learn of it at once."""
+        """Leave the group; the other members are notified at once."""
 
     @abc.abstractmethod
     def close(self) -> None:

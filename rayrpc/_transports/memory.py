@@ -1,4 +1,4 @@
-"""A transport and a directory for workers of one process: tests of everything above them."""
+"""A transport and a directory for workers of one process, to test all layers above them."""
 
 from __future__ import annotations
 
@@ -13,72 +13,104 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Change, Decision, Group, Member, Refused, Session, Snapshot
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Serve, Transport, copied
-from rayrpc.errors import GroupError, WorkerDiedError
+from rayrpc._transports.expected_replies import ExpectedReplies
+from rayrpc.errors import CallError, GroupError, WorkerDiedError
 
 __all__ = ["MemoryDirectory", "MemoryHub", "MemoryTransport"]
 
-# A follower that is stuck must not hold up those who join or leave for good.
-SEEN_SECONDS = 5.0
+# How long members that join or leave wait for a follower that does not apply a change.
+APPLY_SECONDS = 5.0
 
 
 class MemoryHub:
-    """Where the transports and the directories of one process find one another."""
+    """Connect the transports and the directories of one process."""
 
     def __init__(self) -> None:
-        self.serving: dict[str, Serve] = {}
-        self.changed = threading.Condition()  # guards what follows
+        self.transports: dict[str, MemoryTransport] = {}  # those that serve, by address
+        self.changed = threading.Condition()  # guards the attributes below
         self.groups: dict[str, Group] = {}
         self.decisions: dict[str, Decision] = {}  # by token, until its join reads it
-        self.seen: dict[str, int] = {}  # the version that each follower has applied
+        self.applied: dict[str, int] = {}  # the version that each follower has applied
 
 
 class MemoryTransport(Transport):
-    """Call peers of the same process by a thread each.
+    """Call peers of the same process, each call in a thread of its own.
 
     Args:
         hub (MemoryHub): shared by the transports that can reach one another.
         address (str): this worker's address on the hub.
+        node (str): network address of the node that the worker is to be on; empty for none.
     """
 
     name = "memory"
 
-    def __init__(self, hub: MemoryHub, address: str) -> None:
+    def __init__(self, hub: MemoryHub, address: str, node: str = "") -> None:
         self._hub = hub
         self._address = address
+        self._node = node
+        self._serve: Serve | None = None
+        self._find: Callable[[int], Member | None] = lambda _: None
         self._threads = ThreadCache(f"rayrpc-memory-{address}")
         self._lock = threading.Lock()
-        # by token of the peer; whoever will complete a call keeps it alive
+        # by token of the peer; a call is kept alive by the thread that will complete it
         self._pending: defaultdict[str, WeakSet[PendingReply]] = defaultdict(WeakSet)
+        self._replies = ExpectedReplies(lambda worker_id: self._find(worker_id))
 
     @property
     def address(self) -> Any:
         return self._address
 
+    @property
+    def node(self) -> str:
+        return self._node
+
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:
-        self._hub.serving[self._address] = serve
+        self._serve = serve
+        self._find = find
+        self._hub.transports[self._address] = self
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         pending = PendingReply()
-        serve = self._hub.serving.get(peer.address)
-        if serve is None:
+        callee = self._hub.transports.get(peer.address)
+        if callee is None:
             pending.complete(Error(WorkerDiedError(peer.name, "it does not serve", peer.node)))
             return pending
         arrived = copied(frame)
         with self._lock:
             self._pending[peer.token].add(pending)
-        self._threads.submit(lambda: pending.serve(serve, arrived))
+        self._threads.submit(lambda: callee.answer(pending, arrived))
         return pending
+
+    def answer(self, pending: PendingReply, frame: Frame) -> None:
+        """Serve a peer's request in this thread, and complete its call."""
+        assert self._serve is not None
+        pending.serve(self._serve, frame)
+
+    def expect_reply(self, call_id: int, peer: Member) -> Pending:
+        return self._replies.expect(call_id, peer)
+
+    def send_reply(self, request: Frame, reply: Frame) -> None:
+        member = self._find(request.src)
+        caller = None if member is None else self._hub.transports.get(member.address)
+        if caller is not None:
+            caller.on_reply(request.call_id, copied(reply))
+
+    def on_reply(self, call_id: int, reply: Frame) -> None:
+        """Take a reply that a peer sent by ``send_reply``."""
+        self._replies.on_reply(call_id, reply)
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         with self._lock:
             pending = list(self._pending.pop(peer.token, ()))
         for call in pending:
             call.complete(Error(error))
+        self._replies.fail(error, token=peer.token)
 
     def close(self) -> None:
-        self._hub.serving.pop(self._address, None)
+        self._hub.transports.pop(self._address, None)
+        self._replies.fail(CallError("RPC was shut down on this worker"))
         self._threads.close()
 
 
@@ -116,32 +148,32 @@ class MemoryDirectory(Directory):
             if isinstance(decision, Refused):
                 raise GroupError(decision.reason)
             self._token = member.token
-            self._wait_seen(decision.snapshot.version)
+            self._wait_applied(decision.snapshot.version)
             return decision.snapshot
 
     def follow(self, version: int, apply: Callable[[list[Change]], None]) -> None:
         hub = self._hub
 
-        def news(seen: int) -> list[Change] | None:
+        def changes_after(version: int) -> list[Change] | None:
             with hub.changed:
-                hub.seen[self._token] = seen
+                hub.applied[self._token] = version
                 hub.changed.notify_all()
                 while not self._closed and (session := self._session()) is not None:
-                    if session.version > seen:
-                        return session.since(seen)
+                    if session.version > version:
+                        return session.since(version)
                     hub.changed.wait()
-                hub.seen.pop(self._token, None)
+                hub.applied.pop(self._token, None)
                 hub.changed.notify_all()
                 return None
 
         def run() -> None:
-            seen = version
-            while (changes := news(seen)) is not None:
+            applied = version
+            while (changes := changes_after(applied)) is not None:
                 apply(changes)
-                seen = changes[-1].version
+                applied = changes[-1].version
 
         with hub.changed:
-            hub.seen[self._token] = version
+            hub.applied[self._token] = version
         threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
 
     def members(self) -> list[Member]:
@@ -168,16 +200,16 @@ class MemoryDirectory(Directory):
         self._end("left")
 
     def die(self, cause: str) -> None:
-        """Take this worker out as one that died; the others see it before this returns."""
+        """Remove this worker as one that died; the others apply that before this returns."""
         self._end("died", cause)
 
     def close(self) -> None:
         with self._hub.changed:
             self._closed = True
-            self._hub.seen.pop(self._token, None)
+            self._hub.applied.pop(self._token, None)
             self._hub.changed.notify_all()
 
-    # -- inside; all of it with the hub's lock held -------------------------------------------
+    # -- inside; the hub's lock is held (_end takes it) ---------------------------------------
 
     def _session(self) -> Session | None:
         group = self._hub.groups.get(self._key)
@@ -188,7 +220,7 @@ class MemoryDirectory(Directory):
             session = self._session()
             if session is not None:
                 self._remove(self._token, kind, cause)
-                self._wait_seen(session.version, session)
+                self._wait_applied(session.version, session)
 
     def _remove(self, token: str, kind: str, cause: str = "") -> None:
         session = self._hub.groups[self._key].find(token)
@@ -196,17 +228,17 @@ class MemoryDirectory(Directory):
             session.remove(token, kind, cause)
         self._hub.changed.notify_all()
 
-    def _wait_seen(self, version: int, session: Session | None = None) -> None:
+    def _wait_applied(self, version: int, session: Session | None = None) -> None:
         """Wait until every other follower in the session has applied ``version``."""
         hub = self._hub
         session = session or self._session()
         assert session is not None
 
-        def seen() -> bool:
+        def all_applied() -> bool:
             return all(
-                hub.seen.get(token, version) >= version
+                hub.applied.get(token, version) >= version
                 for token in session.members
                 if token != self._token
             )
 
-        hub.changed.wait_for(seen, SEEN_SECONDS)
+        hub.changed.wait_for(all_applied, APPLY_SECONDS)

@@ -1,4 +1,4 @@
-"""What every transport promises, checked on each of them."""
+"""What every transport promises, checked on each implementation."""
 
 import pickle
 import threading
@@ -15,7 +15,7 @@ from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 from rayrpc.errors import CallError, WorkerDiedError
 
-PATIENCE = 30.0
+WAIT_SECONDS = 30.0
 
 
 class Side:
@@ -41,25 +41,43 @@ def frame(call_id=1, data=b"", buffers=()):
     return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
 
 
-@pytest.fixture(params=["memory", "ray", "auto", "direct"])
+def memory_pair(tokens):
+    hub = MemoryHub()
+    return [MemoryTransport(hub, token, "127.0.0.1") for token in tokens]
+
+
+def ray_pair(tokens):
+    from rayrpc._transports.ray.transport import RayTransport
+
+    return [RayTransport(f"side{i}", token, "contract") for i, token in enumerate(tokens)]
+
+
+def over(fallbacks, tokens, only=False):
+    from rayrpc._transports.direct.transport import DirectTransport
+
+    return [
+        DirectTransport(fallback, token, only=only)
+        for fallback, token in zip(fallbacks, tokens, strict=True)
+    ]
+
+
+PAIRS = {
+    "memory": memory_pair,
+    "memory-auto": lambda tokens: over(memory_pair(tokens), tokens),
+    "memory-direct": lambda tokens: over(memory_pair(tokens), tokens, only=True),
+    "ray": ray_pair,
+    "auto": lambda tokens: over(ray_pair(tokens), tokens),
+    "direct": lambda tokens: over(ray_pair(tokens), tokens, only=True),
+}
+
+
+@pytest.fixture(params=PAIRS)
 def sides(request):
     """A caller (id 0) and a callee (id 1)."""
-    tokens = [uuid.uuid4().hex[:12] for _ in range(2)]
-    if request.param == "memory":
-        hub = MemoryHub()
-        transports = [MemoryTransport(hub, token) for token in tokens]
-    else:
+    if not request.param.startswith("memory"):
         request.getfixturevalue("ray_cluster")
-        from rayrpc._transports.ray.transport import RayTransport
-
-        transports = [RayTransport(f"side{i}", token, "contract") for i, token in enumerate(tokens)]
-        if request.param != "ray":
-            from rayrpc._transports.direct.transport import DirectTransport
-
-            transports = [
-                DirectTransport(transport, token, only=request.param == "direct")
-                for transport, token in zip(transports, tokens, strict=True)
-            ]
+    tokens = [uuid.uuid4().hex[:12] for _ in range(2)]
+    transports = PAIRS[request.param](tokens)
     made = [Side(t, f"side{i}", i, tokens[i]) for i, t in enumerate(transports)]
     members = {side.member.id: side.member for side in made}
     for side in made:
@@ -74,7 +92,7 @@ def sides(request):
 def outcome_of(pending):
     done, outcomes = threading.Event(), []
     pending.on_done(lambda outcome: (outcomes.append(outcome), done.set()))
-    assert done.wait(PATIENCE)
+    assert done.wait(WAIT_SECONDS)
     time.sleep(0.05)
     assert len(outcomes) == 1  # and never a second time
     return outcomes[0]
@@ -91,7 +109,7 @@ def test_a_frame_and_its_reply_arrive_whole(sides):
     callee.answer = answer
     sent = frame(7, b"there", [pickle.PickleBuffer(b"x" * 10), pickle.PickleBuffer(b"y" * 300_000)])
     sent.meta = {"hook": 1}
-    assert caller.transport.call(callee.member, sent).wait(PATIENCE).data == b"back"
+    assert caller.transport.call(callee.member, sent).wait(WAIT_SECONDS).data == b"back"
     assert seen == [(Kind.CALL, 7, {"hook": 1}, [b"x" * 10, b"y" * 300_000])]
 
 
@@ -102,7 +120,7 @@ def test_buffers_in_fortrans_order_travel_as_they_lie_in_memory(sides, side):
     callee.serve_reply = callee.reply
     callee.reply = lambda f, data: callee.serve_reply(f, bytes(f.buffers[0]), f.buffers)
     reply = caller.transport.call(callee.member, frame(1, b"", [pickle.PickleBuffer(array)]))
-    there = reply.wait(PATIENCE)
+    there = reply.wait(WAIT_SECONDS)
     assert there.data == array.tobytes("F")
 
 
@@ -111,14 +129,14 @@ def test_replies_bring_buffers_of_the_receivers_own(sides):
     kept = bytearray(b"z" * 200_000)
     callee.serve_reply = callee.reply
     callee.reply = lambda f, data: callee.serve_reply(f, b"", [pickle.PickleBuffer(kept)])
-    (buffer,) = caller.transport.call(callee.member, frame()).wait(PATIENCE).buffers
+    (buffer,) = caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS).buffers
     kept[0] = 0
     assert bytes(buffer) == b"z" * 200_000
 
 
 def test_a_call_may_be_waited_for_or_call_back(sides):
     caller, callee = sides
-    assert caller.transport.call(callee.member, frame(1, b"a")).wait(PATIENCE).data == b"a"
+    assert caller.transport.call(callee.member, frame(1, b"a")).wait(WAIT_SECONDS).data == b"a"
     outcome = outcome_of(caller.transport.call(callee.member, frame(2, b"b")))
     assert isinstance(outcome, Value) and outcome.value.data == b"b"
 
@@ -127,7 +145,7 @@ def test_many_calls_at_once_all_get_their_own_reply(sides):
     caller, callee = sides
     callee.answer = lambda f: (time.sleep(0.001), f.data)[1]
     calls = {i: caller.transport.call(callee.member, frame(i, b"%d" % i)) for i in range(1, 60)}
-    assert all(call.wait(PATIENCE).data == b"%d" % i for i, call in calls.items())
+    assert all(call.wait(WAIT_SECONDS).data == b"%d" % i for i, call in calls.items())
 
 
 def test_a_reply_may_come_later_and_out_of_order(sides):
@@ -141,18 +159,18 @@ def test_a_reply_may_come_later_and_out_of_order(sides):
     callee.answer = answer
     # more than any transport has threads for
     calls = {i: caller.transport.call(callee.member, frame(i, b"%d" % i)) for i in range(1, 41)}
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + WAIT_SECONDS
     while len(waiting) < 40 and time.monotonic() < end:
         time.sleep(0.01)
     for i in reversed(list(waiting)):
         waiting[i].set(callee.reply(frame(i), b"late%d" % i))
-    assert all(call.wait(PATIENCE).data == b"late%d" % i for i, call in calls.items())
+    assert all(call.wait(WAIT_SECONDS).data == b"late%d" % i for i, call in calls.items())
 
 
 def test_waiting_has_a_timeout_and_the_call_goes_on(sides):
     caller, callee = sides
     go = threading.Event()
-    callee.answer = lambda f: (go.wait(PATIENCE), b"done")[1]
+    callee.answer = lambda f: (go.wait(WAIT_SECONDS), b"done")[1]
     pending = caller.transport.call(callee.member, frame())
     with pytest.raises(TimeoutError):
         pending.wait(0.1)
@@ -169,23 +187,25 @@ def test_a_late_reply_may_be_waited_for_again_and_again(sides):
         with pytest.raises(TimeoutError):
             pending.wait(0.3)
     deferred.set(callee.reply(frame(5), b"at last"))
-    assert pending.wait(PATIENCE).data == b"at last"
+    assert pending.wait(WAIT_SECONDS).data == b"at last"
 
 
 def test_the_callee_may_call_back_while_it_serves(sides):
     caller, callee = sides
     caller.answer = lambda f: b"inner"
-    callee.answer = lambda f: callee.transport.call(caller.member, frame(99)).wait(PATIENCE).data
-    assert caller.transport.call(callee.member, frame()).wait(PATIENCE).data == b"inner"
+    callee.answer = lambda f: (
+        callee.transport.call(caller.member, frame(99)).wait(WAIT_SECONDS).data
+    )
+    assert caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS).data == b"inner"
 
 
 def test_a_call_to_a_closed_peer_says_that_it_is_gone(sides):
     caller, callee = sides
     callee.transport.close()
-    # without Ray, a connection alone cannot tell whether its peer is gone or only deaf
-    error = CallError if caller.kind == "direct" else WorkerDiedError
+    # a connection alone cannot tell whether its peer has ended or does not accept
+    error = CallError if caller.kind.endswith("direct") else WorkerDiedError
     with pytest.raises(error, match="side1"):
-        caller.transport.call(callee.member, frame()).wait(PATIENCE)
+        caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS)
 
 
 def test_a_peer_known_to_be_gone_ends_the_calls_that_wait_for_it(sides):
@@ -193,8 +213,8 @@ def test_a_peer_known_to_be_gone_ends_the_calls_that_wait_for_it(sides):
     called = threading.Event()
     callee.answer = lambda f: (called.set(), Deferred())[1]
     pending = caller.transport.call(callee.member, frame())
-    assert called.wait(PATIENCE)
-    error = WorkerDiedError("side1", "killed")  # the news that a directory brings
+    assert called.wait(WAIT_SECONDS)
+    error = WorkerDiedError("side1", "killed")  # as a directory reports it
 
     def report():
         del caller.members[1]
@@ -203,6 +223,67 @@ def test_a_peer_known_to_be_gone_ends_the_calls_that_wait_for_it(sides):
 
     threading.Timer(0.2, report).start()
     assert isinstance(outcome_of(pending), Error)
+
+
+class TestRepliesApartFromTheirCalls:
+    """The request went by another transport, which announced that the reply goes by this one."""
+
+    @staticmethod
+    def send(callee, call_id):
+        buffers = [pickle.PickleBuffer(b"r" * 200_000)]
+        callee.transport.send_reply(frame(call_id), callee.reply(frame(call_id), b"apart", buffers))
+
+    @staticmethod
+    def assert_whole(reply):
+        assert (reply.data, [bytes(b) for b in reply.buffers]) == (b"apart", [b"r" * 200_000])
+
+    def test_a_reply_completes_the_call_that_expects_it(self, sides):
+        caller, callee = sides
+        pending = caller.transport.expect_reply(5, callee.member)
+        other = caller.transport.expect_reply(6, callee.member)
+        with pytest.raises(TimeoutError):
+            pending.wait(0.2)
+        self.send(callee, 5)
+        self.assert_whole(pending.wait(WAIT_SECONDS))
+        self.send(callee, 6)
+        self.assert_whole(outcome_of(other).unwrap())
+
+    def test_a_reply_may_arrive_before_it_is_expected(self, sides):
+        caller, callee = sides
+        self.send(callee, 7)
+        time.sleep(0.5)
+        self.assert_whole(caller.transport.expect_reply(7, callee.member).wait(WAIT_SECONDS))
+
+    def test_the_loss_of_the_callee_ends_the_wait(self, sides):
+        caller, callee = sides
+        pending = caller.transport.expect_reply(8, callee.member)
+        del caller.members[1]
+        caller.transport.on_peer_lost(callee.member, WorkerDiedError("side1", "killed"))
+        with pytest.raises(WorkerDiedError, match="side1"):
+            pending.wait(WAIT_SECONDS)
+
+    def test_a_callee_that_was_lost_before_ends_the_wait_at_once(self, sides):
+        caller, callee = sides
+        del caller.members[1]
+        caller.transport.on_peer_lost(callee.member, WorkerDiedError("side1", "killed"))
+        with pytest.raises(WorkerDiedError, match="side1"):
+            caller.transport.expect_reply(9, callee.member).wait(WAIT_SECONDS)
+
+    def test_closing_ends_the_wait(self, sides):
+        caller, callee = sides
+        pending = caller.transport.expect_reply(10, callee.member)
+        caller.transport.close()
+        assert isinstance(outcome_of(pending).error, CallError)
+
+    def test_a_caller_that_has_left_is_ignored(self, sides):
+        caller, callee = sides
+        del caller.members[0]
+        self.send(callee, 11)
+
+
+def test_workers_of_one_node_share_its_identifier(sides):
+    caller, callee = sides
+    assert caller.transport.node_id == callee.transport.node_id != ""
 
 
 def test_close_may_be_called_twice(sides):
@@ -226,5 +307,5 @@ def test_errors_of_the_callee_itself_end_the_call(sides):
 
     callee.answer = answer
     for _ in range(3):  # and the next calls, too: it goes on serving
-        reply = caller.transport.call(callee.member, frame()).wait(PATIENCE)
+        reply = caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS)
         assert reply.kind is Kind.ERROR and b"broken server" in reply.data

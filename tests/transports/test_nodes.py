@@ -38,9 +38,9 @@ def connections():
     server = transport._server
     listening = [s.getsockname() for s in server._listeners if s.family == socket.AF_INET]
     made = {}
-    for way in transport._peers.values():
-        connection = way.connection._stream._connection
-        made[way.connection.peer.name] = connection.family.name, connection.getpeername()
+    for route in transport._routes.values():
+        connection = route.connection._stream._connection
+        made[route.connection.peer.name] = connection.family.name, connection.getpeername()
     return transport.node, listening, made
 
 
@@ -84,9 +84,10 @@ def main(cluster):
     # large ones leave the connection, in both directions
     def count_by_ray(transport):
         calls, replies = [], []
-        call, deliver = transport._ray.call, transport._ray.deliver
-        transport._ray.call = lambda *a: (calls.append(1), call(*a))[1]
-        transport._ray.deliver = lambda *a: (replies.append(1), deliver(*a))[1]
+        fallback = transport._fallback
+        call, send_reply = fallback.call, fallback.send_reply
+        fallback.call = lambda *a: (calls.append(1), call(*a))[1]
+        fallback.send_reply = lambda *a: (replies.append(1), send_reply(*a))[1]
         return calls, replies
 
     def count_here():
@@ -206,8 +207,8 @@ NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
 
 def ends():
     '''Return the addresses that my connections go to, by peer.'''
-    peers = rpc._get_current_rpc_agent()._transport._peers.values()
-    connections = [p.connection for p in peers]
+    routes = rpc._get_current_rpc_agent()._transport._routes.values()
+    connections = [route.connection for route in routes]
     return {c.peer.name: c._stream._connection.getpeername()[0] for c in connections}
 
 

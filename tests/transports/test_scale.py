@@ -1,4 +1,4 @@
-"""Many workers: who calls few pays for few, and each may call each."""
+"""Many workers: one that calls few pays for few, and each may call each."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ SIZES = [
         ],
     ),
 ]
-# Ray's, the directory's, the door's, the watch's, and what idles for a moment after a burst.
+# Ray's, the directory's, the acceptor's, the watchdog's, and those idle after a burst.
 THREADS = 16
 THREADS_PER_PEER = 3
 
@@ -47,7 +47,9 @@ def look_at(name):
     def look():
         transport = rpc._get_current_rpc_agent()._transport
         connections = [
-            way.connection.peer.name for way in transport._peers.values() if way.connection._stream
+            route.connection.peer.name
+            for route in transport._routes.values()
+            if route.connection._stream
         ]
         return sorted(connections), len(transport._server._connections), threading.active_count()
 
@@ -67,7 +69,7 @@ def let_call(name, peers):
 
 
 @pytest.mark.parametrize("called", [1, 5])
-def test_who_calls_few_has_lanes_and_threads_for_these_alone(names, called):
+def test_a_worker_has_connections_and_threads_for_the_peers_it_calls_only(names, called):
     caller, peers = names[called], sorted(names[-called:])
     assert look_at(caller)[0] == []
     answers, who = let_call(caller, peers).wait()

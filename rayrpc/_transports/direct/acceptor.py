@@ -1,8 +1,8 @@
-"""Who connects to a worker: let members in, and be held up by nobody else.
+"""Accept connections and authenticate them, in one thread that no connection can block.
 
-One thread waits for all that have not proved yet who they are.  A stranger costs a descriptor and
-96 bytes, and leaves when it says something wrong or takes too long; when there are too many, the
-longest there makes room, but each has a moment.
+A connection is unauthenticated until its handshake is done.  It costs a descriptor and 96 bytes,
+and is closed when it sends a wrong byte or takes too long.  At ``MAX_UNAUTHENTICATED`` the
+listeners are not served, and the oldest connection makes room after ``MIN_HANDSHAKE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ __all__ = ["Acceptor"]
 
 logger = logging.getLogger(__name__)
 
-# How long who connects may take to prove who it is, and how long it has even in a crowd.
-GREETING_SECONDS = 5.0
-MOMENT_SECONDS = 0.5
-STRANGERS = 128
+# How long a handshake may take, and how long it may take at MAX_UNAUTHENTICATED.
+HANDSHAKE_SECONDS = 5.0
+MIN_HANDSHAKE_SECONDS = 0.5
+MAX_UNAUTHENTICATED = 128
 
 
 class Acceptor:
     """Accept connections until ``close``.
 
     Args:
-        listeners (list[socket]): bound and listening; closed with the door.
-        greet (Callable): returns the ServerHandshake for one that connects.
-        welcome (Callable): takes the connection of a member.
+        listeners (list[socket]): bound and listening; closed with the acceptor.
+        new_handshake (Callable): returns the ServerHandshake of a new connection.
+        on_authenticated (Callable): takes a connection whose handshake is done.
     """
 
     def __init__(
         self,
         listeners: list[socket.socket],
-        greet: Callable[[], ServerHandshake],
-        welcome: Callable[[socket.socket], None],
+        new_handshake: Callable[[], ServerHandshake],
+        on_authenticated: Callable[[socket.socket], None],
     ) -> None:
         self._listeners = listeners
-        self._greet = greet
-        self._welcome = welcome
-        # since when, by connection; the first is there longest
-        self._strangers: dict[socket.socket, tuple[ServerHandshake, float]] = {}
+        self._new_handshake = new_handshake
+        self._on_authenticated = on_authenticated
+        # the handshake and when it began, by connection; the oldest is the first
+        self._unauthenticated: dict[socket.socket, tuple[ServerHandshake, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._woken = socket.socketpair()
         self._closed = False
-        self._open = False  # whether we listen
-        self._thread = threading.Thread(target=self._run, name="rayrpc-door", daemon=True)
+        self._is_listening = False
+        self._thread = threading.Thread(target=self._run, name="rayrpc-acceptor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Close the listeners, and hang up on strangers."""
+        """Close the listeners and the unauthenticated connections."""
         self._closed = True
         self._wakeup.send(b"x")
         self._thread.join()
@@ -62,81 +62,85 @@ class Acceptor:
 
     def close_after_fork(self) -> None:
         """Close all descriptors; in a forked child, where the thread does not run."""
-        for each in (*self._listeners, *self._strangers, self._wakeup, self._woken):
+        for each in (*self._listeners, *self._unauthenticated, self._wakeup, self._woken):
             each.close()
         self._selector.close()
 
     def _run(self) -> None:
         self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._closed:
-            self._set_open(len(self._strangers) < STRANGERS)
-            for key, _ in self._selector.select(self._seconds()):
+            self._set_listening(not self._is_full)
+            for key, _ in self._selector.select(self._next_timeout()):
                 ready = key.fileobj
                 assert isinstance(ready, socket.socket)
-                if ready in self._strangers:
-                    self._hear(ready)
+                if ready in self._unauthenticated:
+                    self._receive(ready)
                 elif ready is not self._woken:
                     self._accept(ready)
-            self._send_away()
+            self._close_overdue()
 
-    def _set_open(self, is_open: bool) -> None:
-        if is_open != self._open:
-            self._open = is_open
+    @property
+    def _is_full(self) -> bool:
+        return len(self._unauthenticated) >= MAX_UNAUTHENTICATED
+
+    def _set_listening(self, is_listening: bool) -> None:
+        if is_listening != self._is_listening:
+            self._is_listening = is_listening
             for listener in self._listeners:
-                if is_open:
+                if is_listening:
                     self._selector.register(listener, selectors.EVENT_READ)
                 else:
                     self._selector.unregister(listener)
 
-    def _patience(self) -> float:
-        return GREETING_SECONDS if len(self._strangers) < STRANGERS else MOMENT_SECONDS
+    def _deadline(self, began: float) -> float:
+        return began + (MIN_HANDSHAKE_SECONDS if self._is_full else HANDSHAKE_SECONDS)
 
-    def _seconds(self) -> float | None:
-        """Return how long until somebody has taken too long."""
-        for _, since in self._strangers.values():
-            return max(0.0, since + self._patience() - time.monotonic())
+    def _next_timeout(self) -> float | None:
+        """Return the seconds until the oldest handshake is overdue; None if there is none."""
+        for _, began in self._unauthenticated.values():
+            return max(0.0, self._deadline(began) - time.monotonic())
         return None
 
-    def _send_away(self) -> None:
-        for stranger, (_, since) in list(self._strangers.items()):
-            if time.monotonic() < since + self._patience():
+    def _close_overdue(self) -> None:
+        for connection, (_, began) in list(self._unauthenticated.items()):
+            if time.monotonic() < self._deadline(began):
                 return
-            self._forget(stranger)
-            stranger.close()
+            self._remove(connection)
+            connection.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            stranger, _ = listener.accept()
+            connection, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as exc:  # out of descriptors, or it went while it waited
+        except OSError as exc:  # out of descriptors, or the peer closed it before
             logger.debug("could not accept a connection: %s", exc)
             time.sleep(0.01)
             return
-        stranger.setblocking(False)
-        self._strangers[stranger] = (self._greet(), time.monotonic())
-        self._selector.register(stranger, selectors.EVENT_READ)
+        connection.setblocking(False)
+        self._unauthenticated[connection] = (self._new_handshake(), time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ)
 
-    def _forget(self, stranger: socket.socket) -> None:
-        self._selector.unregister(stranger)
-        del self._strangers[stranger]
+    def _remove(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._unauthenticated[connection]
 
-    def _hear(self, stranger: socket.socket) -> None:
-        greeting, _ = self._strangers[stranger]
+    def _receive(self, connection: socket.socket) -> None:
+        handshake, _ = self._unauthenticated[connection]
         try:
-            data = stranger.recv(greeting.missing)
+            data = connection.recv(handshake.missing)
             if not data:
-                raise AuthenticationError("it hung up")
-            answer = greeting.receive(data)
+                raise AuthenticationError("the peer closed the connection")
+            answer = handshake.receive(data)
             if answer:
-                stranger.send(answer)  # it fits into the buffer of any new connection
+                connection.send(answer)  # it fits into the buffer of any new connection
         except BlockingIOError:
             return
         except (OSError, AuthenticationError) as exc:
             logger.debug("refused a connection: %s", exc)
-            self._forget(stranger)
-            stranger.close()
+            self._remove(connection)
+            connection.close()
             return
-        if greeting.done:
-            self._forget(stranger)
-            self._welcome(stranger)
+        if handshake.done:
+            self._remove(connection)
+            self._on_authenticated(connection)

@@ -1,11 +1,11 @@
-"""How two workers prove to one another that they are of the same group; no I/O.
+"""The handshake by which two workers prove that they are members of the same group; no I/O.
 
     caller ── hello: magic, nonce, both tokens ──> callee
     caller <── nonce, HMAC of all that ─────────── callee
     caller ── HMAC of all that ──────────────────> callee
 
-The key is the group's secret, which its directory gives to members alone.  The messages have
-fixed sizes, and nothing in them is interpreted before it is proved.
+The key is the group's secret, which its directory gives to members only.  The messages have
+fixed sizes, and nothing is unpickled before both proofs are checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ANSWER_SIZE = _PROOF
 
 
 class AuthenticationError(RpcError):
-    """The other end of a connection is not who it should be."""
+    """The peer of a connection failed to prove its identity."""
 
 
 def _proof(secret: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
@@ -53,41 +53,41 @@ class ServerHandshake:
         self._token = token.encode()[:16]
         self._hello = b""
         self._nonce = b""
-        self._got = b""
+        self._received = b""
         self.done = False
 
     @property
     def missing(self) -> int:
-        """How many bytes to read next."""
-        whole = ANSWER_SIZE if self._hello else _HELLO.size
-        return whole - len(self._got)
+        """The number of bytes to read next."""
+        size = ANSWER_SIZE if self._hello else _HELLO.size
+        return size - len(self._received)
 
     def receive(self, data: bytes) -> bytes:
-        """Take bytes that arrived, ``missing`` at most; return what to send.
+        """Handle received bytes, ``missing`` at most; return the bytes to send.
 
         Raises:
-            AuthenticationError: they are not of a member of this group.
+            AuthenticationError: the caller is no member of this group, or wants another worker.
         """
-        self._got += data
+        self._received += data
         if self.missing:
-            if not self._hello and not _MAGIC.startswith(self._got[: len(_MAGIC)]):
-                raise AuthenticationError("no rayrpc worker")
+            if not self._hello and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+                raise AuthenticationError("the caller is no rayrpc worker")
             return b""
-        got, self._got = self._got, b""
+        received, self._received = self._received, b""
         if not self._hello:
-            magic, _, _, to = _HELLO.unpack(got)
+            magic, _, _, to = _HELLO.unpack(received)
             if magic != _MAGIC or to.rstrip(b"\0") != self._token:
-                raise AuthenticationError("it wants another worker")
-            self._hello, self._nonce = got, os.urandom(_NONCE)
-            return self._nonce + _proof(self._secret, b"callee", got, self._nonce)
-        if not hmac.compare_digest(got, _proof(self._secret, b"caller", self._hello, self._nonce)):
-            raise AuthenticationError("it does not know the group's secret")
+                raise AuthenticationError("the caller wants another worker")
+            self._hello, self._nonce = received, os.urandom(_NONCE)
+            return self._nonce + _proof(self._secret, b"callee", received, self._nonce)
+        if not hmac.compare_digest(received, _proof(self._secret, b"caller", self._hello, self._nonce)):
+            raise AuthenticationError("the caller does not know the group's secret")
         self.done = True
         return b""
 
 
 class ClientHandshake:
-    """The caller's side: send ``hello``, then what ``receive`` makes of the challenge.
+    """The caller's side: send ``hello``, then the answer that ``receive`` returns.
 
     Args:
         secret (bytes): of the group.
@@ -103,9 +103,9 @@ class ClientHandshake:
         """Return the answer to a challenge of ``CHALLENGE_SIZE`` bytes.
 
         Raises:
-            AuthenticationError: who sent it is not the callee.
+            AuthenticationError: the challenge is not the callee's.
         """
         nonce, proof = challenge[:_NONCE], challenge[_NONCE:]
         if not hmac.compare_digest(proof, _proof(self._secret, b"callee", self.hello, nonce)):
-            raise AuthenticationError("it does not know the group's secret")
+            raise AuthenticationError("the callee does not know the group's secret")
         return _proof(self._secret, b"caller", self.hello, nonce)

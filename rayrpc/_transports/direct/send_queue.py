@@ -1,4 +1,4 @@
-"""Write messages to a connection: in batches, from any thread, never blocked for long."""
+"""Write messages to a connection in batches, from any thread, without blocking it for long."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rayrpc._concurrency.threads import ThreadCache
 
 __all__ = ["SendQueue"]
 
-# How long a sender waits for a peer that does not read, before it leaves that to another thread.
-SEND_PATIENCE = 0.02
-# So many messages are kept back at most while others are likely to follow.
-MOST_KEPT_BACK = 16
-# Parts of messages in one system call; the least that POSIX systems have is 1024 in fact.
-PARTS_AT_ONCE = 512
+# How long a sender waits for a peer that does not read, before another thread takes over.
+WRITE_SECONDS = 0.02
+# How many messages are held back at most while others are likely to follow.
+MAX_HELD_BACK = 16
+# How many parts go into one system call; systems allow 1024 and more.
+MAX_PARTS = 512
 NO_CALL = -1
 _NO_WAIT = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -33,117 +33,122 @@ class _Outgoing(NamedTuple):
 
 
 class SendQueue:
-    """Write messages to a connection, from any thread, without ever blocking that for long.
+    """Write messages to a connection, from any thread, without blocking that for long.
 
-    What several threads have to send while one is writing goes out together.
+    Messages that other threads send while one writes are queued, and written together.
 
     Args:
         connection (socket): prepared.
-        threads (ThreadCache): where what a peer does not read yet waits.
-        broken (Callable): called with the call ids of messages that no byte was sent of, once the
-            connection has ended.
+        threads (ThreadCache): for writes to a peer that does not read.
+        on_broken (Callable): called when the connection has ended, with the call ids of the
+            messages of which no byte was sent.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         threads: ThreadCache,
-        broken: Callable[[list[int]], None],
+        on_broken: Callable[[list[int]], None],
     ) -> None:
         self._connection = connection
         self._threads = threads
-        self._tell_broken = broken
+        self._on_broken = on_broken
         self._queue: collections.deque[_Outgoing] = collections.deque()
-        self._notes: collections.deque[bytes] = collections.deque()
+        self._piggybacked: collections.deque[bytes] = collections.deque()
         self._lock = threading.Lock()
-        self._busy = False
-        self._broken = False
+        self._is_writing = False  # a thread writes, or waits until it can
+        self._is_broken = False
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether all was written."""
-        return not (self._busy or self._queue or self._broken)
+        """Tell whether all messages were written, and the connection is not broken."""
+        return not (self._is_writing or self._queue or self._is_broken)
 
-    def note(self, part: bytes) -> None:
-        """Let a note go along with the next message; takes no lock."""
-        self._notes.append(part)
+    def piggyback(self, part: bytes) -> None:
+        """Send a part along with the next message; takes no lock."""
+        self._piggybacked.append(part)
 
     def send(self, call_id: int, parts: list[Any], more: bool = False) -> bool:
-        """Write a message, or leave it to a thread that is writing.
+        """Write a message, or queue it for the thread that is writing.
 
         Args:
             call_id: of its call.
-            parts: what to write.
-            more: others are likely to follow at once: keep it back until they are many, or
+            parts: its bytes.
+            more: others are likely to follow at once: hold it back until they are many, or
                 until ``flush``.
 
         Returns:
-            It was written; else it may be, or will be.
+            True if it was written; else it may be, or will be.
         """
         with self._lock:
-            if self._busy or self._queue or more:
+            if self._is_writing or self._queue or more:
                 self._queue.append(_Outgoing(call_id, parts))
-                if self._busy or (more and len(self._queue) < MOST_KEPT_BACK):
+                if self._is_writing or (more and len(self._queue) < MAX_HELD_BACK):
                     return False
                 parts = []
-            self._busy = True
+            self._is_writing = True
         if not parts:
             self._drain()
             return False
-        message = _Outgoing(call_id, [*self._take_notes(), *parts])
-        if not self._write([message], SEND_PATIENCE):
+        message = _Outgoing(call_id, [*self._take_piggybacked(), *parts])
+        if not self._write([message], WRITE_SECONDS):
             return False
         with self._lock:
             if not self._queue:
-                self._busy = False
+                self._is_writing = False
                 return True
         self._drain()
         return True
 
     def flush(self) -> None:
-        """Write what was kept back."""
+        """Write the messages that were held back."""
         if not self._queue:
             return
         with self._lock:
-            if self._busy:
+            if self._is_writing:
                 return
-            self._busy = True
+            self._is_writing = True
         self._drain()
 
-    def flush_notes(self) -> None:
-        """Write the notes that no message has taken along."""
+    def flush_piggybacked(self) -> None:
+        """Write the parts that no message has taken along."""
         with self._lock:
-            if self._busy or not self._notes:
+            if self._is_writing or not self._piggybacked:
                 return
-            self._busy = True
-        if self._write([_Outgoing(NO_CALL, self._take_notes())], SEND_PATIENCE):
+            self._is_writing = True
+        if self._write([_Outgoing(NO_CALL, self._take_piggybacked())], WRITE_SECONDS):
             self._drain()
 
-    def _take_notes(self) -> list[bytes]:
-        notes = []
-        while self._notes:
-            notes.append(self._notes.popleft())
-        return notes
+    def _take_piggybacked(self) -> list[bytes]:
+        parts = []
+        while self._piggybacked:
+            parts.append(self._piggybacked.popleft())
+        return parts
 
     def _drain(self) -> None:
         while True:
             with self._lock:
                 if not self._queue:
-                    self._busy = False
+                    self._is_writing = False
                     return
                 messages = [self._queue.popleft()]
                 count = len(messages[0].parts)
-                while self._queue and count + len(self._queue[0].parts) <= PARTS_AT_ONCE:
+                while self._queue and count + len(self._queue[0].parts) <= MAX_PARTS:
                     messages.append(self._queue.popleft())
                     count += len(messages[-1].parts)
-            notes = self._take_notes()
-            if notes:  # first: what they give back may be of use for the rest
-                messages.insert(0, _Outgoing(NO_CALL, notes))
-            if not self._write(messages, SEND_PATIENCE):
+            parts = self._take_piggybacked()
+            if parts:  # first: the peer may reuse the segments that they release
+                messages.insert(0, _Outgoing(NO_CALL, parts))
+            if not self._write(messages, WRITE_SECONDS):
                 return
 
-    def _write(self, messages: list[_Outgoing], patience: float | None, done: int = 0) -> bool:
-        """Write messages from byte ``done`` on; return False if that is left to somebody else."""
+    def _write(self, messages: list[_Outgoing], timeout: float | None, done: int = 0) -> bool:
+        """Write messages from byte ``done`` on.
+
+        Returns:
+            False if the peer does not read, and another thread goes on writing after ``timeout``
+            seconds, or if the connection is broken.
+        """
         if len(messages) == 1:
             parts = messages[0].parts[:]
         else:
@@ -162,10 +167,10 @@ class SendQueue:
                 if len(parts) == 1:
                     skipped = self._connection.send(parts[0], _NO_WAIT)
                 else:
-                    skipped = self._connection.sendmsg(parts[:PARTS_AT_ONCE], (), _NO_WAIT)
+                    skipped = self._connection.sendmsg(parts[:MAX_PARTS], (), _NO_WAIT)
             except BlockingIOError:
-                if not self._writable(patience):
-                    self._threads.submit(functools.partial(self._go_on, messages, done))
+                if not self._writable(timeout):
+                    self._threads.submit(functools.partial(self._resume, messages, done))
                     return False
             except OSError:
                 self._break(messages, done)
@@ -173,7 +178,7 @@ class SendQueue:
             done += skipped
         return True
 
-    def _go_on(self, messages: list[_Outgoing], done: int) -> None:
+    def _resume(self, messages: list[_Outgoing], done: int) -> None:
         if self._write(messages, None, done):
             self._drain()
 
@@ -183,11 +188,11 @@ class SendQueue:
             poll.register(self._connection, select.POLLOUT)
             return bool(poll.poll(None if seconds is None else seconds * 1000))
         except (OSError, ValueError):
-            return True  # it was closed; the next write says so
+            return True  # it was closed; the next write fails
 
     def _break(self, messages: list[_Outgoing], done: int) -> None:
         with self._lock:
-            self._broken = True
+            self._is_broken = True
             unsent = []
             position = 0
             for message in messages:
@@ -196,7 +201,7 @@ class SendQueue:
                 position += sum(map(len, message.parts))
             unsent += [message.call_id for message in self._queue]
             self._queue.clear()
-            self._busy = False
+            self._is_writing = False
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._tell_broken(unsent)
+        self._on_broken(unsent)

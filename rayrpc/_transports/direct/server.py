@@ -1,8 +1,8 @@
-"""The callee's end of connections: listen, let members in, serve their calls.
+"""The callee's end of connections: listen, accept members, serve their calls.
 
-The thread that reads a connection also runs what was read, as long as that takes no time; before
-it blocks, or if it is busy for long, another thread reads on (see ``turns``).  So no call waits
-for a hand-over, and none for another call that takes its time.
+The thread that reads a connection also serves the request inline.  Before the function blocks, or
+when it runs for long, another thread takes over reading (``_concurrency.reader``).  So short calls
+need no hand-over, and no call waits for another one's function.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["DirectServer"]
 
 logger = logging.getLogger(__name__)
 
-# How long a read waits; nothing depends on it, for who closes a connection ends its reads.
+# How long a read waits; nothing depends on it, because closing a connection ends its reads.
 IDLE_SECONDS = 60.0
 
-# After a message came in the middle of a short call, others are expected during so many calls.
-CROWDED = 64
+# After a request arrived during a short call, others are expected during so many calls.
+CROWDED_CALLS = 64
 
-# Called with a frame and its reply; returns True if it sends the reply by another way.
-OtherWay = Callable[[Frame, Frame], bool]
+# Takes a request and its reply; returns True if it sends the reply by another transport.
+SendElsewhere = Callable[[Frame, Frame], bool]
 
 
 class DirectServer:
@@ -45,19 +45,19 @@ class DirectServer:
         token (str): of this worker's membership.
         host (str): address of this node, to listen at for other nodes; empty: for none.
         threads (ThreadCache): runs the connections.
-        watch (ReaderWatchdog): ends the turns of threads that are busy for long.
+        watchdog (ReaderWatchdog): releases readers that stay in one call.
     """
 
-    def __init__(self, token: str, host: str, threads: ThreadCache, watch: ReaderWatchdog) -> None:
+    def __init__(self, token: str, host: str, threads: ThreadCache, watchdog: ReaderWatchdog) -> None:
         self._token = token
         self._threads = threads
-        self._watch = watch
+        self._watchdog = watchdog
         self._secret = b""
         self._serve: Serve | None = None
-        self._other_way: OtherWay = lambda frame, reply: False
+        self._send_elsewhere: SendElsewhere = lambda request, reply: False
         self._listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
-        self._door: Acceptor | None = None
+        self._acceptor: Acceptor | None = None
         #: name of the UNIX socket (in Linux's abstract namespace), empty if there is none
         self.unix = ""
         #: port on ``host``, 0 if there is none
@@ -77,19 +77,23 @@ class DirectServer:
         listener.setblocking(False)
         return listener
 
-    def start(self, secret: bytes, serve: Serve, other_way: OtherWay) -> None:
-        """Let in who knows the secret, and serve its calls."""
+    def start(self, secret: bytes, serve: Serve, send_elsewhere: SendElsewhere) -> None:
+        """Accept peers that know the secret, and serve their calls."""
         self._secret = secret
         self._serve = serve
-        self._other_way = other_way
-        self._door = Acceptor(
-            self._listeners, lambda: ServerHandshake(self._secret, self._token), self._welcome
+        self._send_elsewhere = send_elsewhere
+        self._acceptor = Acceptor(
+            self._listeners, lambda: ServerHandshake(self._secret, self._token), self._add
         )
 
-    def close(self, patience: float) -> None:
-        """Stop; let replies that are under way go out, for ``patience`` seconds at most."""
+    def close(self, timeout: float) -> None:
+        """Stop accepting and serving.
+
+        Args:
+            timeout: how long to wait until the calls under way are replied to, in seconds.
+        """
         self._close_listeners(Acceptor.close)
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         connections = list(self._connections)
         while any(c.is_busy for c in connections) and time.monotonic() < end:
             time.sleep(0.002)
@@ -97,7 +101,7 @@ class DirectServer:
             connection.close()
 
     def trim(self) -> None:
-        """Let go of memory that was not used for a while."""
+        """Free memory that was not used for a while."""
         for connection in list(self._connections):
             connection.trim()
 
@@ -107,17 +111,17 @@ class DirectServer:
             connection.close_after_fork()
         self._close_listeners(Acceptor.close_after_fork)
 
-    def _close_listeners(self, close_door: Callable[[Acceptor], None]) -> None:
-        if self._door is not None:
-            close_door(self._door)
+    def _close_listeners(self, close_acceptor: Callable[[Acceptor], None]) -> None:
+        if self._acceptor is not None:
+            close_acceptor(self._acceptor)
         for listener in self._listeners:
             listener.close()
 
-    def _welcome(self, member: socket.socket) -> None:
+    def _add(self, connection: socket.socket) -> None:
         assert self._serve is not None
-        prepare(member, IDLE_SECONDS)
+        prepare(connection, IDLE_SECONDS)
         self._connections.add(
-            ServerConnection(member, self._serve, self._other_way, self._threads, self._watch)
+            ServerConnection(connection, self._serve, self._send_elsewhere, self._threads, self._watchdog)
         )
 
 
@@ -136,39 +140,39 @@ class ServerConnection:
     Args:
         connection (socket): authenticated and prepared.
         serve (Serve): answers frames.
-        other_way (OtherWay): takes replies that are too large for a connection.
-        threads (ThreadCache): where the threads come from.
-        watch (ReaderWatchdog): ends the turns of threads that are busy for long.
+        send_elsewhere (SendElsewhere): takes replies that are too large for a connection.
+        threads (ThreadCache): runs the readers.
+        watchdog (ReaderWatchdog): releases readers that stay in one call.
     """
 
     def __init__(
         self,
         connection: socket.socket,
         serve: Serve,
-        other_way: OtherWay,
+        send_elsewhere: SendElsewhere,
         threads: ThreadCache,
-        watch: ReaderWatchdog,
+        watchdog: ReaderWatchdog,
     ) -> None:
         self.socket = connection
         self._serve = serve
-        self._other_way = other_way
+        self._send_elsewhere = send_elsewhere
         self._threads = threads
-        self._watch = watch
+        self._watchdog = watchdog
         self._stream = Stream(connection, threads, lambda unsent: None, opened_here=False)
-        self._busy: set[int] = set()  # threads that answer a call
-        self._over = False
-        self._crowd = 0
+        self._serving: set[int] = set()  # idents of threads that serve a call
+        self._closed = False
+        self._crowded = 0
         threads.submit(self._read)
 
     @property
     def is_busy(self) -> bool:
-        """Tell whether calls run that are not this thread's own, or replies are not written."""
-        others = self._busy - {threading.get_ident()}
+        """Tell whether other threads serve calls, or replies are not written yet."""
+        others = self._serving - {threading.get_ident()}
         return bool(others) or not self._stream.is_idle
 
     def close(self) -> None:
-        """End it."""
-        self._over = True
+        """Close the connection."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -177,14 +181,14 @@ class ServerConnection:
         self._stream.close_after_fork()
 
     def trim(self) -> None:
-        """Let go of memory that was not used for a while."""
+        """Free memory that was not used for a while."""
         self._stream.trim()
 
     def _read(self) -> None:
-        """Read calls and answer them, until this thread is released."""
+        """Read requests and serve them, until this thread is released."""
         me = threading.get_ident()
-        with ReaderRole(self._hand_over, self._watch) as role:
-            while not self._over:
+        with ReaderRole(self._hand_over, self._watchdog) as role:
+            while not self._closed:
                 try:
                     message = self._stream.read()
                 except TimeoutError:
@@ -192,17 +196,17 @@ class ServerConnection:
                 except EOFError:
                     break
                 frame = message.frame()
-                del message  # what was sent lives no longer than its call
-                self._busy.add(me)
+                del message  # the request's buffers live no longer than its call
+                self._serving.add(me)
                 role.message_received()
                 try:
                     self._answer(frame, role)
                 finally:
-                    self._busy.discard(me)
+                    self._serving.discard(me)
                 if not role.message_done():
                     self._stream.flush()
                     return
-        self._over = True
+        self._closed = True
         self._stream.close()
 
     def _hand_over(self) -> None:
@@ -210,12 +214,12 @@ class ServerConnection:
         self._threads.submit(self._read)
 
     def _answer(self, frame: Frame, role: ReaderRole) -> None:
-        role.one_at_a_time = self._crowd == 0
+        role.one_at_a_time = self._crowded == 0
         reply = served(self._serve, frame)
         if role.kept and role.state != RELEASED and self._stream.wait(0):
-            self._crowd = CROWDED
-        elif self._crowd:
-            self._crowd -= 1
+            self._crowded = CROWDED_CALLS
+        elif self._crowded:
+            self._crowded -= 1
         if isinstance(reply, Deferred):
             reply.on_done(lambda late: self._send(frame, late, False))
         else:
@@ -223,9 +227,10 @@ class ServerConnection:
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         try:
-            elsewhere = not self._stream.shares_memory and self._other_way(frame, reply)
-            sent = None if elsewhere else reply
-            self._stream.send(frame.call_id, sent, more, give_up=not elsewhere)
+            if not self._stream.shares_memory and self._send_elsewhere(frame, reply):
+                self._stream.send(frame.call_id, None, more)
+            else:
+                self._stream.send(frame.call_id, reply, more, release_buffers=True)
         except Exception:
             logger.exception("a reply could not be sent; its connection is closed")
-            self.close()  # so that the caller learns of it
+            self.close()  # it fails the calls under way at the caller

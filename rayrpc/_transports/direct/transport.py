@@ -1,10 +1,11 @@
-"""The direct transport: small frames on connections between the workers, large ones by Ray.
+"""The direct transport: frames on connections between the workers, with a fallback transport.
 
-Ray stays in control: the directory gives addresses and the group's secret, the watch of every
-stand-in tells who died, and what cannot go directly goes by the ``RayTransport`` inside.
+    call ─┬─ connection ────────────> the peer's DirectServer
+          └─ the fallback's call ───> the peer's fallback transport
 
-    call ─┬─ connection ────> the peer's DirectServer   (on one node: UNIX socket, shared memory)
-          └─ RayTransport ──> the peer's endpoint       (no connection, or large and far)
+Calls to a peer on this node go by its UNIX socket, with large buffers in shared memory.  Frames
+with large buffers to other nodes, and all calls to a peer that cannot be connected to, go by the
+fallback, which is any other ``Transport``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import ReaderWatchdog
@@ -25,12 +26,11 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, flat
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
+from rayrpc._transports.direct.address import DirectAddress
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, AuthenticationError, ClientHandshake
-from rayrpc._transports.direct.connection import CallerConnection, ConnectionCall
+from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.wire import prepare
-from rayrpc._transports.ray.endpoint import Address, DirectAddress
-from rayrpc._transports.ray.transport import CLOSE_SECONDS, RayTransport
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 __all__ = ["DirectTransport"]
@@ -40,121 +40,165 @@ logger = logging.getLogger(__name__)
 # How long connecting to a peer may take, and how often it is tried.
 CONNECT_SECONDS = 5.0
 CONNECT_TRIES = 3
-# How long a connection that was cut waits for the news that its peer died.
-NEWS_SECONDS = 1.0
-# Frames to other nodes with more bytes in their buffers go by the object store: it copies faster.
+# How long a call whose connection broke waits until the directory reports that the peer died.
+LOSS_SECONDS = 1.0
+# How long a closing worker waits until its last replies are sent.
+CLOSE_SECONDS = 1.0
+# Frames to other nodes with more bytes in their buffers go by the fallback: Ray copies faster.
 BULK_BYTES = 1 << 20
 
 
-@dataclass
-class _Peer:
-    """The way to a peer.
+@dataclass(slots=True)
+class _Route:
+    """How calls reach a peer.
+
+        DIRECT ── the connection breaks ──> FALLBACK     a route never becomes DIRECT again
+                                            FALLBACK     from the start: it accepts no connections
 
     Args:
-        connection (CallerConnection | None): if it accepts any.
-        reason (str): why that is none, or has ended.
+        peer (Member): with its address on the fallback.
+        connection (CallerConnection | None): in the state FALLBACK, broken or None.
+        is_near (bool): the peer is on this node, and reached by a UNIX socket.
+        reason (str): of the state FALLBACK; empty in the state DIRECT.
     """
 
+    peer: Member
     connection: CallerConnection | None
+    is_near: bool
     reason: str = ""
 
 
 class DirectTransport(Transport):
-    """Call peers on connections, and by Ray where that is not possible or not better.
+    """Call peers on connections, and by another transport where that is impossible or slower.
 
     Args:
-        ray_transport (RayTransport): the other way.
+        fallback (Transport): the other transport.
         token (str): of this worker's membership.
-        only (bool): calls that cannot go on a connection fail; large ones go by Ray all the same.
+        only (bool): calls fail where a connection is impossible; bulk goes by the fallback still.
     """
 
     name = "direct"
 
-    def __init__(self, ray_transport: RayTransport, token: str, only: bool = False) -> None:
-        self._ray = ray_transport
+    def __init__(self, fallback: Transport, token: str, only: bool = False) -> None:
+        self._fallback = fallback
         self._token = token
         self._only = only
-        self._node = ray_transport.node_id
-        self._threads = ThreadCache(
-            "rayrpc-connection", soft_limit=10_000
-        )  # most wait for a message
-        self._watch = ReaderWatchdog(lambda: self._threads.submit(self._trim))
-        self._server = DirectServer(token, ray_transport.node, self._threads, self._watch)
+        self._node_id = fallback.node_id
+        # without a soft limit in effect: most of its threads wait for a message
+        self._threads = ThreadCache("rayrpc-connection", soft_limit=10_000)
+        self._watchdog = ReaderWatchdog(lambda: self._threads.submit(self._trim))
+        self._server = DirectServer(token, fallback.node, self._threads, self._watchdog)
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
-        self._peers: dict[str, _Peer] = {}
+        self._routes: dict[str, _Route] = {}  # by the peer's token
         self._lock = threading.Lock()
         self._closed = False
-        _alive.add(self)
+        _close_after_fork(self)
 
     @property
-    def address(self) -> Address:
-        connection = DirectAddress(self._node, self._server.unix, self.node, self._server.port)
-        return self._ray.address._replace(connection=connection)
+    def address(self) -> DirectAddress:
+        server = self._server
+        return DirectAddress(
+            self._fallback.address, self._node_id, server.unix, self.node, server.port
+        )
 
     @property
     def node(self) -> str:
-        return self._ray.node
+        return self._fallback.node
+
+    @property
+    def node_id(self) -> str:
+        return self._node_id
 
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:
         self._find = find
         self._secret = secret
-        self._ray.start(serve, find)
-        self._server.start(secret, serve, self._large_reply)
+        self._fallback.start(serve, self._find_for_fallback, secret)
+        self._server.start(secret, serve, self._send_large_reply)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
-        way = self._peers.get(peer.token)
-        if way is None:
-            way = self._open(peer)
-        if way.connection is not None:
-            if frame.buffers and not self._is_near(peer) and _size(frame) > BULK_BYTES:
-                return self._ray.call(peer, frame)
-            call = way.connection.call(frame)
+        route = self._routes.get(peer.token)
+        if route is None:
+            route = self._open_route(peer)
+        if route.connection is not None:
+            if frame.buffers and not route.is_near and _size(frame) > BULK_BYTES:
+                return self._fallback.call(route.peer, frame)
+            call = route.connection.call(frame)
             if call is not None:
                 return call
-        return self._call_by_fallback(peer, frame, way.reason)
+        return self._call_by_fallback(route.peer, frame, route.reason)
+
+    def expect_reply(self, call_id: int, peer: Member) -> Pending:
+        return self._fallback.expect_reply(call_id, _for_fallback(peer))
+
+    def send_reply(self, request: Frame, reply: Frame) -> None:
+        self._fallback.send_reply(request, reply)
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         with self._lock:
-            way = self._peers.pop(peer.token, None)
-        if way is not None and way.connection is not None:
-            way.connection.fail(error)
-        self._ray.on_peer_lost(peer, error)
+            route = self._routes.pop(peer.token, None)
+        if route is not None and route.connection is not None:
+            route.connection.fail(error)
+        self._fallback.on_peer_lost(_for_fallback(peer), error)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        _alive.discard(self)
+        _transports.discard(self)
         self._server.close(CLOSE_SECONDS)
         with self._lock:
             connections = self._connections()
-            self._peers.clear()
+            self._routes.clear()
         for connection in connections:
             connection.fail(CallError("RPC was shut down on this worker"))
-        self._ray.close()
-        self._watch.close()
+        self._fallback.close()
+        self._watchdog.close()
         self._threads.close()
 
-    # -- calling ------------------------------------------------------------------------------
+    # -- routes -------------------------------------------------------------------------------
 
-    def _open(self, peer: Member) -> _Peer:
+    def _open_route(self, peer: Member) -> _Route:
         with self._lock:
-            way = self._peers.get(peer.token)
-            if way is None:
-                if peer.address.connection is None:
-                    way = _Peer(None, "it accepts no connections: its setting transport is ray")
-                    logger.info("calls to %s go by Ray: %s", peer.name, way.reason)
-                else:
-                    way = _Peer(CallerConnection(peer, self, self._threads, self._watch))
-                self._peers[peer.token] = way
-            return way
+            route = self._routes.get(peer.token)
+            if route is None:
+                route = self._routes[peer.token] = self._new_route(peer)
+            return route
+
+    def _new_route(self, peer: Member) -> _Route:
+        to = peer.address
+        if not isinstance(to, DirectAddress):
+            reason = "it accepts no connections: its setting transport is not direct or auto"
+            self._log_fallback(peer, reason)
+            return _Route(peer, None, False, reason)
+        connection = CallerConnection(peer, self, self._threads, self._watchdog)
+        return _Route(_for_fallback(peer), connection, self._is_near(to))
+
+    def _is_near(self, to: DirectAddress) -> bool:
+        """Tell whether a peer is on this node, and reached by a UNIX socket."""
+        return to.node == self._node_id and bool(to.unix and self._server.unix)
+
+    def _connections(self) -> list[CallerConnection]:
+        routes = list(self._routes.values())
+        return [route.connection for route in routes if route.connection is not None]
+
+    def _trim(self) -> None:
+        """Free the memory that connections have not used for a while."""
+        self._server.trim()
+        for connection in self._connections():
+            connection.trim()
+
+    # -- the fallback -------------------------------------------------------------------------
+
+    def _find_for_fallback(self, worker_id: int) -> Member | None:
+        member = self._find(worker_id)
+        return None if member is None else _for_fallback(member)
 
     def _call_by_fallback(self, peer: Member, frame: Frame, reason: str) -> Pending:
         if not self._only:
-            return self._ray.call(peer, frame)
+            return self._fallback.call(peer, frame)
         pending = PendingReply()
         self._threads.submit(lambda: self._refuse(peer, pending, reason))
         return pending
@@ -162,15 +206,16 @@ class DirectTransport(Transport):
     def _refuse(self, peer: Member, pending: PendingReply, reason: str) -> None:
         error: CallError = CallError(
             f"RPC worker {peer.name!r} on node {peer.node} cannot be called directly: {reason}. "
-            "The setting transport is direct; with auto, calls go by Ray then."
+            "The setting transport is direct; with auto, such calls go by the "
+            f"{self._fallback.name} transport."
         )
-        if self._news_of(peer):
+        if self._wait_loss(peer):
             error = WorkerDiedError(peer.name, reason, peer.node)
         pending.complete(Error(error))
 
-    def _news_of(self, peer: Member) -> bool:
-        """Tell whether the peer turns out to be gone; such news may take a moment."""
-        end = time.monotonic() + NEWS_SECONDS
+    def _wait_loss(self, peer: Member) -> bool:
+        """Wait whether the directory reports the loss of a peer; return True if it does."""
+        end = time.monotonic() + LOSS_SECONDS
         while time.monotonic() < end:
             now = self._find(peer.id)
             if now is None or now.token != peer.token:
@@ -178,27 +223,26 @@ class DirectTransport(Transport):
             time.sleep(0.01)
         return False
 
-    def _trim(self) -> None:
-        """Let go of memory that connections have not used for a while."""
-        self._server.trim()
-        for connection in self._connections():
-            connection.trim()
+    def _log_fallback(self, peer: Member, reason: str) -> None:
+        how = "fail" if self._only else f"go by the {self._fallback.name} transport"
+        logger.info("calls to %s %s: %s", peer.name, how, reason)
 
-    def _connections(self) -> list[CallerConnection]:
-        return [way.connection for way in list(self._peers.values()) if way.connection is not None]
-
-    # -- what connections need ----------------------------------------------------------------
+    # -- the owner of connections (ConnectionOwner) -------------------------------------------
 
     def connect(self, peer: Member) -> socket.socket:
-        """Return a connection to a peer that has proved who it is."""
-        to: DirectAddress = peer.address.connection
-        near = self._is_near(peer)
+        """Return an authenticated connection to a peer.
+
+        Raises:
+            OSError: it cannot be reached.
+            EOFError: it closed the connection.
+            AuthenticationError: the callee is not the peer.
+        """
         deadline = time.monotonic() + CONNECT_SECONDS
         tries = 0
         while True:
             try:
-                return self._connect_once(to, near, peer.token, deadline)
-            except BlockingIOError:  # many are at the door
+                return self._connect_once(peer, deadline)
+            except BlockingIOError:  # the listener's queue is full
                 if time.monotonic() > deadline:
                     raise
             except (OSError, EOFError, AuthenticationError):
@@ -207,10 +251,9 @@ class DirectTransport(Transport):
                     raise
             time.sleep(0.02)
 
-    def _connect_once(
-        self, to: DirectAddress, near: bool, token: str, deadline: float
-    ) -> socket.socket:
-        if near:
+    def _connect_once(self, peer: Member, deadline: float) -> socket.socket:
+        to: DirectAddress = peer.address
+        if self._is_near(to):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             address: object = "\0" + to.unix
         else:
@@ -220,89 +263,94 @@ class DirectTransport(Transport):
         try:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
             connection.connect(address)  # type: ignore[arg-type]
-            answer = ClientHandshake(self._secret, self._token, token)
-            connection.sendall(answer.hello)
+            handshake = ClientHandshake(self._secret, self._token, peer.token)
+            connection.sendall(handshake.hello)
             challenge = b""
             while len(challenge) < CHALLENGE_SIZE:
                 data = connection.recv(CHALLENGE_SIZE - len(challenge))
                 if not data:
-                    raise EOFError("it hung up")
+                    raise EOFError("the peer closed the connection")
                 challenge += data
-            connection.sendall(answer.receive(challenge))
+            connection.sendall(handshake.receive(challenge))
             prepare(connection)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def reroute(self, call: ConnectionCall, reason: str) -> None:
-        """Send a call that its connection did not send by Ray."""
-        frame = call.frame
-        assert frame is not None
-        call.go_by(self._call_by_fallback(call.peer, frame, reason))
+    def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
+        """Send a request, of which its connection sent no byte, by the fallback."""
+        return self._call_by_fallback(_for_fallback(peer), frame, reason)
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
-        """Note that a connection ended, and fail its calls unless the peer turns out to be dead."""
+        """Use the fallback from now on; fail the calls that were sent on the connection.
+
+        A broken connection does not imply that the peer died, so they wait for its loss first.
+        """
         with self._lock:
-            way = self._peers.get(connection.peer.token)
-            if way is not None:
-                way.reason = reason
+            route = self._routes.get(connection.peer.token)
+            if route is not None:
+                route.reason = reason
         if not self._closed:
-            logger.info("calls to %s go %s: %s", connection.peer.name, self._else(), reason)
-        self._threads.submit(lambda: self._fail_without_news(connection, reason))
+            self._log_fallback(connection.peer, reason)
+        self._threads.submit(lambda: self._fail_calls(connection, reason))
 
-    def _is_near(self, peer: Member) -> bool:
-        """Tell whether a peer is on this node, and reached by a UNIX socket."""
-        to: DirectAddress = peer.address.connection
-        return to.node == self._node and bool(to.unix and self._server.unix)
-
-    def _else(self) -> str:
-        return "nowhere" if self._only else "by Ray"
-
-    def _fail_without_news(self, connection: CallerConnection, reason: str) -> None:
+    def _fail_calls(self, connection: CallerConnection, reason: str) -> None:
         peer = connection.peer
         error: CallError = CallLostError(
             f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
             f"call: whether the function ran is not known ({reason}). Call again if it may run "
             "twice."
         )
-        if self._news_of(peer):
-            time.sleep(NEWS_SECONDS)  # ``lost`` comes with the cause
+        if self._wait_loss(peer):
+            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, and knows the cause
             error = WorkerDiedError(peer.name, reason, peer.node)
         connection.fail(error)
 
-    def other_way(self, call: ConnectionCall) -> Pending:
-        """Return where the reply that was announced on a connection comes."""
-        return self._ray.late(call.id, call.peer)
-
     # -- serving ------------------------------------------------------------------------------
 
-    def _large_reply(self, frame: Frame, reply: Frame) -> bool:
-        """Send a reply by Ray, if it is large."""
+    def _send_large_reply(self, request: Frame, reply: Frame) -> bool:
+        """Send a reply by the fallback if it is large; return False if it is not."""
         if not reply.buffers or _size(reply) <= BULK_BYTES:
             return False
-        self._threads.submit(lambda: self._ray.deliver(frame, reply))
+        self._threads.submit(lambda: self._fallback.send_reply(request, reply))
         return True
 
     def close_after_fork(self) -> None:
-        """Let go of connections that this child of the worker's process inherited."""
+        """Close the descriptors that a forked child inherited."""
         self._server.close_after_fork()
         for connection in self._connections():
             connection.close_after_fork()
+
+
+def _for_fallback(peer: Member) -> Member:
+    """Return a member with its address on the fallback."""
+    if isinstance(peer.address, DirectAddress):
+        return replace(peer, address=peer.address.fallback)
+    return peer
 
 
 def _size(frame: Frame) -> int:
     return sum(flat(buffer).nbytes for buffer in frame.buffers)
 
 
-_alive: weakref.WeakSet[DirectTransport] = weakref.WeakSet()
+_transports: weakref.WeakSet[DirectTransport] = weakref.WeakSet()
+_fork_lock = threading.Lock()
+_handles_forks = False
+
+
+def _close_after_fork(transport: DirectTransport) -> None:
+    """Have forked children close a transport's descriptors: else peers see no end of them."""
+    global _handles_forks
+    with _fork_lock:
+        _transports.add(transport)
+        if not _handles_forks:
+            _handles_forks = True
+            os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
-    for transport in list(_alive):
+    for transport in list(_transports):
         with contextlib.suppress(Exception):
             transport.close_after_fork()
-    _alive.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    _transports.clear()

@@ -38,7 +38,6 @@ from rayrpc.errors import CallError
 __all__ = [
     "Address",
     "DEFERRED",
-    "DirectAddress",
     "EndpointServer",
     "HostedEndpoint",
     "LivenessWatch",
@@ -59,22 +58,6 @@ DEFERRED = None
 ATTACH_SECONDS = 10.0
 
 
-class DirectAddress(NamedTuple):
-    """Where a worker accepts connections (``direct.py``).
-
-    Args:
-        node (str): Ray's id of its node.
-        unix (str): name of a UNIX socket there; empty if none.
-        host (str): address of the node.
-        port (int): for peers on other nodes; 0 if none.
-    """
-
-    node: str
-    unix: str
-    host: str
-    port: int
-
-
 class Address(NamedTuple):
     """How peers reach a worker.
 
@@ -84,12 +67,10 @@ class Address(NamedTuple):
     Args:
         actor (str): name of its actor endpoint.
         namespace (str): where Ray knows that name.
-        connection (DirectAddress | None): where it accepts connections, if it does.
     """
 
     actor: str
     namespace: str
-    connection: DirectAddress | None = None
 
     def find(self) -> Any:
         """Return a handle of the actor endpoint; ValueError if it has ended."""
@@ -169,7 +150,7 @@ class EndpointServer(Protocol):
             The reply, or DEFERRED.
         """
 
-    def on_late_reply(self, call_id: int, wire: Wire) -> None:
+    def on_reply(self, call_id: int, wire: Wire) -> None:
         """Complete a call of this worker with its deferred reply."""
 
 
@@ -253,7 +234,7 @@ class HostedEndpoint:
         """Take the late reply to a call of this worker."""
         server = self._server
         if server is not None:
-            server.on_late_reply(call_id, wire)
+            server.on_reply(call_id, wire)
 
 
 _hosted: HostedEndpoint | None = None

@@ -1,7 +1,7 @@
-"""The Ray transport: a call is an actor call on the peer's stand-in.
+"""The Ray transport: a call is an actor call on the peer's actor endpoint.
 
-Its ObjectRef completes the call: in the waiting thread itself (``ray.get``) for blocking calls,
-by the ref's completion callback for the others; no polling, no thread per call.
+The ObjectRef of the actor call completes the call: in the waiting thread (``ray.get``) if there is
+one, else by the ref's completion callback; no polling, no thread per call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Pending, PendingReply, Serve, Transport, served
+from rayrpc._transports.expected_replies import ExpectedReplies
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.endpoint import (
     DEFERRED,
@@ -46,14 +47,12 @@ __all__ = ["RayTransport", "cause_of"]
 
 logger = logging.getLogger(__name__)
 
-# How long a worker that leaves lets its last replies go out.
+# How long a closing worker waits until its last replies are sent.
 CLOSE_SECONDS = 1.0
-
-Late = tuple[PendingReply, str | None]
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in one line why Ray says that an actor is dead."""
+    """Return Ray's reason for the death of an actor, in one line."""
     text = " ".join(_plain(error).split())
     if "owner has died" in text:
         return "its process died, or exited without shutdown()"
@@ -95,11 +94,11 @@ class _RayPending(Pending):
         self._peer = peer
         self._call_id = call_id
         self._ref = ref
-        self._reply: PendingReply | None = None  # where a late reply will be
+        self._reply: Pending | None = None  # once the callee has deferred it
 
-    def _late(self) -> PendingReply:
+    def _deferred(self) -> Pending:
         if self._reply is None:
-            self._reply = self._transport.late(self._call_id, self._peer)
+            self._reply = self._transport.expect_reply(self._call_id, self._peer)
         return self._reply
 
     def wait(self, timeout: float | None) -> Frame:
@@ -116,15 +115,15 @@ class _RayPending(Pending):
             return from_wire(wire)
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - start))
-        return self._late().wait(timeout)
+        return self._deferred().wait(timeout)
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
-        # runs on Ray's own thread, where any call into Ray would lock up
+        # runs in Ray's own thread, where any call into Ray would deadlock
         def completed(result: Any) -> None:
             if isinstance(result, BaseException):  # Ray Client has others than Ray's own
                 callback(Error(translate(self._peer, result)))
             elif result is DEFERRED:
-                self._late().on_done(callback)
+                self._deferred().on_done(callback)
             else:
                 callback(Value(from_wire(result)))
 
@@ -132,14 +131,14 @@ class _RayPending(Pending):
 
 
 class RayTransport(Transport):
-    """Call peers through their stand-ins; serve by this process's own.
+    """Call peers by their actor endpoints; serve calls that arrive at this process's own.
 
     Args:
         worker (str): name of this worker.
         token (str): of its membership.
-        namespace (str): Ray namespace of the stand-ins' names.
-        joined (Callable): returns an ObjectRef that a relay, if one is needed, waits for before
-            it starts. Calls to it wait with it.
+        namespace (str): Ray namespace of the endpoints' names.
+        joined (Callable): returns an ObjectRef; the relay, if one is needed, starts when it is
+            ready, and calls to the relay wait until then.
     """
 
     name = "ray"
@@ -151,14 +150,14 @@ class RayTransport(Transport):
         self._closed = False
         self._find: Callable[[int], Member | None] = lambda _: None
         self._serve: Serve | None = None
-        self._replies: dict[int, Late] = {}
+        self._replies = ExpectedReplies(lambda worker_id: self._find(worker_id))
         self._lock = threading.Lock()
         self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
         self._polling = 0
-        self._taken = False  # anything from the relay
+        self._has_polled = False  # the relay has returned at least one frame
         self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
-        self._giving = False
-        self._handles: dict[str, Any] = {}  # of peers' stand-ins, by token
+        self._is_giving = False
+        self._handles: dict[str, Any] = {}  # of peers' endpoints, by token
         self._plain = through_client()
         endpoint = hosted_endpoint()
         self._hosted = endpoint and endpoint.reserve()
@@ -171,7 +170,7 @@ class RayTransport(Transport):
     def _start_relay(self, worker: str, joined: Any) -> Any:
         options: dict[str, Any] = {}
         if not self._plain:
-            # with us on our node: then the two die together
+            # on this process's node, so that the relay dies with it
             options["scheduling_strategy"] = (
                 ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
                     ray.get_runtime_context().get_node_id(), soft=False
@@ -179,7 +178,7 @@ class RayTransport(Transport):
             )
         remote: Any = ray.remote
         relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
-        name, namespace, _ = self._address
+        name, namespace = self._address
         return relay.options(name=name, namespace=namespace, **options).remote(
             worker, joined, self._plain
         )
@@ -194,7 +193,6 @@ class RayTransport(Transport):
 
     @property
     def node_id(self) -> str:
-        """Ray's id of this worker's node."""
         return str(ray.get_runtime_context().get_node_id())
 
     def start(
@@ -218,7 +216,7 @@ class RayTransport(Transport):
         return _RayPending(self, peer, frame.call_id, ref)
 
     def _handle(self, peer: Member) -> Any:
-        """Return the handle of a peer's stand-in."""
+        """Return the handle of a peer's endpoint."""
         handle = self._handles.get(peer.token)
         if handle is None:
             try:
@@ -229,69 +227,54 @@ class RayTransport(Transport):
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         self._handles.pop(peer.token, None)
-        with self._lock:
-            ids = [i for i, (_, token) in self._replies.items() if token == peer.token]
-            replies = [self._replies.pop(i)[0] for i in ids]
-        for reply in replies:
-            reply.complete(Error(error))
+        self._replies.fail(error, token=peer.token)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with self._lock:
-            replies = [reply for reply, _ in self._replies.values()]
-            self._replies.clear()
-        for reply in replies:
-            reply.complete(Error(CallError("RPC was shut down on this worker")))
+        self._replies.fail(CallError("RPC was shut down on this worker"))
         if self._hosted is not None:
             self._hosted.detach()
             self._hosted.watch.release(self._token)
         elif ray.is_initialized():
-            if self._taken:  # else no peer waits for a reply; the relay may not even run yet
+            if self._has_polled:  # else no peer waits for a reply; the relay may not run yet
                 with contextlib.suppress(RayError):
                     ray.get(self._relay.close.remote(self._token, CLOSE_SECONDS))
             ray.kill(self._relay)
         self._threads.close()
 
-    # -- replies that come later --------------------------------------------------------------
+    # -- replies apart from their calls --------------------------------------------------------
 
-    def late(self, call_id: int, peer: Member) -> PendingReply:
-        """Return where the late reply of a call is, or will be."""
-        with self._lock:
-            reply, _ = self._replies.pop(call_id, (None, None))
-            if reply is None:
-                reply = PendingReply()
-                self._replies[call_id] = (reply, peer.token)
-        now = self._find(peer.id)
-        if now is None or now.token != peer.token:  # it went before we knew that we wait for it
-            self.on_peer_lost(peer, WorkerDiedError(peer.name, "it left during a call", peer.node))
-        return reply
+    def expect_reply(self, call_id: int, peer: Member) -> Pending:
+        return self._replies.expect(call_id, peer)
 
-    def on_late_reply(self, call_id: int, wire: Wire) -> None:
-        with self._lock:
-            reply, _ = self._replies.pop(call_id, (None, None))
-            if reply is None:
-                reply = PendingReply()
-                self._replies[call_id] = (reply, None)
-        reply.complete(Value(from_wire(wire)))
+    def on_reply(self, call_id: int, wire: Wire) -> None:
+        """Take a reply that a peer sent by ``send_reply``."""
+        self._replies.on_reply(call_id, from_wire(wire))
 
-    def deliver(self, frame: Frame, reply: Frame) -> None:
-        peer = self._find(frame.src)
-        if peer is not None and not self._closed:
+    def send_reply(self, request: Frame, reply: Frame) -> None:
+        caller = self._find(request.src)
+        if caller is not None and not self._closed:
             with contextlib.suppress(WorkerDiedError):
-                handle = self._handle(peer)
-                handle.deliver.remote(frame.call_id, to_wire(reply, self._plain))
+                handle = self._handle(caller)
+                handle.deliver.remote(request.call_id, to_wire(reply, self._plain))
 
     # -- serving ------------------------------------------------------------------------------
 
     def answer(self, wire: Wire, may_block: bool) -> Wire:
+        """Serve a peer's request; return its reply, or DEFERRED.
+
+        Args:
+            wire: the request.
+            may_block: this thread may be kept for as long as the user's function runs.
+        """
         assert self._serve is not None
         frame = from_wire(wire)
         reply = served(self._serve, frame, may_block)
         if isinstance(reply, Deferred):
-            # not from the thread that completes it: that may be one of Ray's
-            reply.on_done(lambda late: self._threads.submit(lambda: self.deliver(frame, late)))
+            # in another thread than the one that completes it, which may be Ray's
+            reply.on_done(lambda late: self._threads.submit(lambda: self.send_reply(frame, late)))
             return DEFERRED
         return to_wire(reply, plain=isinstance(wire, tuple))
 
@@ -300,7 +283,7 @@ class RayTransport(Transport):
         self._threads.submit(self._poll)
 
     def _poll(self) -> None:
-        """Take frames from the relay and serve them, until enough others do."""
+        """Take frames from the relay and serve them, until two other threads do."""
         results: list[tuple[int, Wire]] = []
         while not self._closed:
             try:
@@ -317,7 +300,7 @@ class RayTransport(Transport):
                 if not self._closed:
                     raise
                 return
-            self._taken = True
+            self._has_polled = True
             with self._lock:
                 self._polling -= 1
                 alone = self._polling == 0
@@ -327,7 +310,7 @@ class RayTransport(Transport):
             last = len(items) - 1
             for position, (kind, number, wire) in enumerate(items):
                 if kind == "reply":
-                    self.on_late_reply(number, wire)
+                    self.on_reply(number, wire)
                 elif position < last:
                     self._threads.submit(functools.partial(self._take, number, wire, None))
                 else:
@@ -344,7 +327,7 @@ class RayTransport(Transport):
                 return
 
     def _take(self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None) -> None:
-        """Serve a frame; leave its reply in ``results`` for the next exchange, or send it."""
+        """Serve a frame; append its reply to ``results`` for the next exchange, or send it."""
         assert self._serve is not None
         frame = from_wire(wire)
         reply = served(self._serve, frame)
@@ -359,17 +342,17 @@ class RayTransport(Transport):
 
     def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
         if number is None:
-            self.deliver(frame, reply)
+            self.send_reply(frame, reply)
         else:
             self._give(number, to_wire(reply, self._plain))
 
     def _give(self, number: int, wire: Wire) -> None:
-        """Send a result to the relay; those that come meanwhile go together."""
+        """Send a result to the relay, together with those that are added meanwhile."""
         with self._lock:
             self._results.append((number, wire))
-            if self._giving:
+            if self._is_giving:
                 return
-            self._giving = True
+            self._is_giving = True
         self._threads.submit(self._give_all)
 
     def _give_all(self) -> None:
@@ -378,7 +361,7 @@ class RayTransport(Transport):
                 results = list(self._results)
                 self._results.clear()
                 if not results or self._closed:
-                    self._giving = False
+                    self._is_giving = False
                     return
-            with contextlib.suppress(RayError):  # then the relay is gone, and so are the calls
+            with contextlib.suppress(RayError):  # the relay has ended, and the calls with it
                 ray.get(self._relay.give.remote(results))

@@ -1,4 +1,4 @@
-"""Calls on connections between real workers: when Ray takes over, who waits for whom, who died."""
+"""Calls on connections between real workers: the fallback to Ray, waiting, and deaths."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ from conftest import eventually
 import rayrpc as rpc
 from rayrpc import config, errors
 
-PATIENCE = 20.0
+WAIT_SECONDS = 20.0
 # The promise is 1 s from a death; more is for machines that are busy.
 SECONDS = 3.0
 DIRECT = "rayrpc._transports.direct.transport"
@@ -48,7 +48,7 @@ def direct(ray_cluster):
 
 @pytest.fixture
 def reasons(caplog):
-    """Return what was logged about the ways to a worker."""
+    """Return the reasons that were logged for routes to a worker."""
     caplog.set_level(logging.INFO, DIRECT)
 
     def reasons(worker):
@@ -58,24 +58,24 @@ def reasons(caplog):
     return reasons
 
 
-def way_to(name):
+def route_to(name):
     agent = rpc._get_current_rpc_agent()
-    return agent._transport._peers[agent.lookup(name).token]
+    return agent._transport._routes[agent.lookup(name).token]
 
 
-def cut_lane(name, how):
-    way_to(name).connection._stream._connection.shutdown(how)
+def cut_connection(name, how):
+    route_to(name).connection._stream._connection.shutdown(how)
 
 
-def forget_lane(name):
+def forget_connection(name):
     """Let the next call open a connection as if it were the first."""
     agent = rpc._get_current_rpc_agent()
-    way = agent._transport._peers.pop(agent.lookup(name).token, None)
-    if way is not None:
-        way.connection.fail(errors.CallLostError("forgotten"))
+    route = agent._transport._routes.pop(agent.lookup(name).token, None)
+    if route is not None:
+        route.connection.fail(errors.CallLostError("forgotten"))
 
 
-def close_door(name):
+def close_listeners(name):
     """Let a worker accept no connections any more, and have none to it from here."""
 
     def close():
@@ -83,7 +83,7 @@ def close_door(name):
             listener.close()
 
     rpc.rpc_sync(name, close)
-    forget_lane(name)
+    forget_connection(name)
 
 
 def count_of(name):
@@ -125,24 +125,26 @@ def bounce(depth):
 
 def assert_quick_calls_get_through(blocked):
     for _ in range(50):
-        assert rpc.rpc_sync("bob", targets.whoami, timeout=PATIENCE) == "bob"
-        assert rpc.rpc_async("bob", targets.add, args=(1,), timeout=PATIENCE).wait() == 2
+        assert rpc.rpc_sync("bob", targets.whoami, timeout=WAIT_SECONDS) == "bob"
+        assert rpc.rpc_async("bob", targets.add, args=(1,), timeout=WAIT_SECONDS).wait() == 2
     assert not any(future.done() for future in blocked)
 
 
 @pytest.mark.usefixtures("auto")
 class TestAuto:
-    def test_who_accepts_no_lane_is_called_by_ray_once_each_and_one_reason_is_logged(self, reasons):
-        close_door("shut")
+    def test_calls_to_a_peer_without_listeners_go_by_ray_once_each_and_one_reason_is_logged(
+        self, reasons
+    ):
+        close_listeners("shut")
         futures = [rpc.rpc_async("shut", targets.count) for _ in range(20)]
         assert sorted(future.wait() for future in futures) == list(range(1, 21))
         assert rpc.rpc_sync("shut", targets.count) == 21
         assert rpc.remote("shut", targets.count).to_here() == 22
         (reason,) = reasons("shut")
-        assert "by Ray" in reason and "no connection could be made" in reason
+        assert "by the ray transport" in reason and "no connection could be made" in reason
         assert rpc.rpc_sync("alice", targets.whoami) == "alice" and reasons("alice") == []
 
-    def test_a_door_that_refuses_sends_calls_by_ray(self, reasons):
+    def test_calls_to_a_peer_that_refuses_connections_go_by_ray(self, reasons):
         def change_secret(secret):
             server = rpc._get_current_rpc_agent()._transport._server
             old, server._secret = server._secret, secret
@@ -150,26 +152,26 @@ class TestAuto:
 
         before = count_of("bob")
         secret = rpc.rpc_sync("bob", change_secret, args=(b"other",))
-        forget_lane("bob")
+        forget_connection("bob")
         try:
             futures = [rpc.rpc_async("bob", targets.count) for _ in range(5)]
             assert sorted(f.wait() for f in futures) == [before + i for i in range(1, 6)]
             (reason,) = reasons("bob")
-            assert "by Ray" in reason
+            assert "by the ray transport" in reason
         finally:
             rpc.rpc_sync("bob", change_secret, args=(secret,))
-            forget_lane("bob")
+            forget_connection("bob")
 
     def test_calls_that_could_not_be_sent_run_once(self, reasons):
         before = count_of("bob")
-        cut_lane("bob", socket.SHUT_WR)
+        cut_connection("bob", socket.SHUT_WR)
         try:
             futures = [rpc.rpc_async("bob", targets.count) for _ in range(20)]
             assert sorted(f.wait() for f in futures) == [before + i for i in range(1, 21)]
             assert count_of("bob") == before + 20
             assert len(reasons("bob")) == 1
         finally:
-            forget_lane("bob")
+            forget_connection("bob")
 
     def test_a_call_that_was_sent_is_not_sent_again(self):
         def count_and_wait():
@@ -179,14 +181,14 @@ class TestAuto:
         before = count_of("bob")
         sent = rpc.rpc_async("bob", count_and_wait)
         assert eventually(lambda: count_of("bob") == before + 1)
-        cut_lane("bob", socket.SHUT_RDWR)
+        cut_connection("bob", socket.SHUT_RDWR)
         try:
             with pytest.raises(errors.CallLostError, match=r"'bob'.*not known"):
                 sent.wait()
             assert count_of("bob") == before + 1
         finally:
             rpc.rpc_sync("bob", targets.keep, args=("cut", True))
-            forget_lane("bob")
+            forget_connection("bob")
 
     def test_all_calls_pending_on_a_killed_worker_fail_at_once(self):
         pid = rpc.rpc_sync("victim", targets.pid)
@@ -210,7 +212,7 @@ class TestAuto:
     def test_nested_calls_go_as_deep_as_there_are_threads(self, chains):
         """16 threads at each of two workers are 32 levels, of one chain or of several."""
         to, func, *args = bounce(32 // chains)
-        futures = [rpc.rpc_async(to, func, args=args, timeout=PATIENCE) for _ in range(chains)]
+        futures = [rpc.rpc_async(to, func, args=args, timeout=WAIT_SECONDS) for _ in range(chains)]
         assert [future.wait() for future in futures] == ["bob"] * chains
         assert rpc.rpc_sync("alice", targets.whoami) == "alice"
 
@@ -222,16 +224,16 @@ class TestAuto:
         blocked = [rpc.rpc_async("bob", wait) for _ in range(10)]
         start = time.monotonic()
         assert_quick_calls_get_through(blocked)
-        assert time.monotonic() - start < PATIENCE / 2
+        assert time.monotonic() - start < WAIT_SECONDS / 2
         rpc.rpc_sync("bob", targets.keep, args=("go", True))
         assert [future.wait() for future in blocked] == ["went"] * 10
 
     def test_functions_that_block_after_quick_runs_hold_up_nobody(self):
         event = rpc.remote("bob", threading.Event)
         event.rpc_sync().set()
-        assert all(event.rpc_sync().wait(PATIENCE) for _ in range(100))
+        assert all(event.rpc_sync().wait(WAIT_SECONDS) for _ in range(100))
         event.rpc_sync().clear()
-        blocked = [event.rpc_async().wait(PATIENCE) for _ in range(10)]
+        blocked = [event.rpc_async().wait(WAIT_SECONDS) for _ in range(10)]
         assert_quick_calls_get_through(blocked)
         event.rpc_sync().set()
         assert all(future.wait() for future in blocked)
@@ -249,20 +251,20 @@ class TestAuto:
 
 @pytest.mark.usefixtures("direct")
 class TestDirect:
-    def test_a_lane_that_ended_is_not_replaced_by_ray(self, reasons):
+    def test_a_broken_connection_is_not_replaced_by_ray(self, reasons):
         assert rpc.rpc_sync("carol", targets.whoami) == "carol"
-        cut_lane("carol", socket.SHUT_WR)
+        cut_connection("carol", socket.SHUT_WR)
         try:
             for _ in range(2):
                 with pytest.raises(errors.CallError, match=r"'carol'.*cannot be called directly"):
                     rpc.rpc_sync("carol", targets.whoami)
             (reason,) = reasons("carol")
-            assert "nowhere" in reason
+            assert "calls to carol fail" in reason
         finally:
-            forget_lane("carol")
+            forget_connection("carol")
 
-    def test_who_accepts_no_lane_is_not_called(self, reasons, monkeypatch):
-        close_door("carol")
+    def test_a_peer_without_listeners_is_not_called(self, reasons, monkeypatch):
+        close_listeners("carol")
         for call in (
             lambda: rpc.rpc_sync("carol", targets.count),
             lambda: rpc.rpc_async("carol", targets.count).wait(),
