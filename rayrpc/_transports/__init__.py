@@ -1,4 +1,23 @@
-"""How frames travel: ``open_transport`` is the only place that chooses."""
+"""Transports carry frames between workers; directories know who is in the group.
+
+Both are the seams of ``_protocol.transport``; ``tests/transports/test_contract.py`` holds what all
+implementations promise.  ``open_transport``, here, is the only place that chooses one, and the
+only module that knows both ``direct`` and ``ray``.
+
+- ``direct``: connections between the workers, with another transport as the fallback;
+- ``ray``: actor calls on the workers' actor endpoints, the directory's actor, and the cluster that
+  they run on;
+- ``memory``: workers of one process, for tests of all layers above;
+- ``expected_replies``: matches replies that come by another transport than their calls.
+
+Invariants:
+
+- A transport knows frames, not what is in them; it imports nothing of the runtime.
+- Every call ends once, with a reply or an error of ``errors``; foreign errors are translated here.
+- The directory alone decides who is a member and who died; a transport is notified of it by
+  ``on_peer_lost``.
+- Only ``ray`` imports Ray; its actors and what they unpickle (addresses) never load torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +44,7 @@ def open_transport(
         token (str): of its membership.
 
     Returns:
-        The transport, its address known, and the directory, not joined yet.
+        The transport, which has its address, and the directory, which is not joined yet.
 
     Raises:
         ClusterError: no Ray cluster can be reached or started.
@@ -38,8 +57,8 @@ def open_transport(
     from rayrpc._transports.ray.transport import RayTransport
 
     directory = RayDirectory(key, settings.namespace)
-    # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory alone, so
-    # that starts first, and the relays when the group is complete.
+    # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory only: it
+    # starts first, and the relays when the group is complete.
     directory.reach(settings.init_timeout)
     transport = RayTransport(worker, token, settings.namespace, lambda: directory.decided(token))
     if settings.transport == "ray":

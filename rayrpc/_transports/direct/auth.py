@@ -80,7 +80,9 @@ class ServerHandshake:
                 raise AuthenticationError("the caller wants another worker")
             self._hello, self._nonce = received, os.urandom(_NONCE)
             return self._nonce + _proof(self._secret, b"callee", received, self._nonce)
-        if not hmac.compare_digest(received, _proof(self._secret, b"caller", self._hello, self._nonce)):
+        if not hmac.compare_digest(
+            received, _proof(self._secret, b"caller", self._hello, self._nonce)
+        ):
             raise AuthenticationError("the caller does not know the group's secret")
         self.done = True
         return b""

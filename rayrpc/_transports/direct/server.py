@@ -48,7 +48,9 @@ class DirectServer:
         watchdog (ReaderWatchdog): releases readers that stay in one call.
     """
 
-    def __init__(self, token: str, host: str, threads: ThreadCache, watchdog: ReaderWatchdog) -> None:
+    def __init__(
+        self, token: str, host: str, threads: ThreadCache, watchdog: ReaderWatchdog
+    ) -> None:
         self._token = token
         self._threads = threads
         self._watchdog = watchdog
@@ -121,7 +123,9 @@ class DirectServer:
         assert self._serve is not None
         prepare(connection, IDLE_SECONDS)
         self._connections.add(
-            ServerConnection(connection, self._serve, self._send_elsewhere, self._threads, self._watchdog)
+            ServerConnection(
+                connection, self._serve, self._send_elsewhere, self._threads, self._watchdog
+            )
         )
 
 

@@ -1,11 +1,11 @@
-"""Messages on a connection: how they lie there, and how they are read and written.
+"""Messages on a connection: their format, and how they are read and written.
 
-    number (8) | length of what follows (8) | length of the head (4) | kind and count (4)
-    a length (8) for each buffer | where they lie (8), if not here | head | buffers, if here
+    number (8) | length of the rest (8) | length of the head (4) | kind and count (4)
+    a length (8) for each buffer | number of their segment (8), if SHARED | head | buffers, if not
 
-The number is the call's, the head a packed ``Frame``; an empty one says that the reply comes by
-another way.  Beside messages, there are notes on a segment of shared memory, which have no more
-than a number: the receiver needs it no longer, or the sender has let go of it.
+The number is the call's, the head a packed ``Frame``; an empty head announces that the reply comes
+by another transport.  Beside messages there are notices about a segment of shared memory, of the
+first line only, with the segment's number: the receiver RELEASED it, or the sender FREED it.
 """
 
 from __future__ import annotations
@@ -18,146 +18,151 @@ from typing import Any, NamedTuple
 from rayrpc._protocol.messages import Frame
 
 __all__ = [
-    "DROPPED",
+    "FREED",
     "Message",
     "MessageReader",
-    "Place",
-    "UNUSED",
+    "RELEASED",
+    "SharedBuffers",
     "message_parts",
-    "note_part",
+    "notice_part",
     "prepare",
     "shared_parts",
 ]
 
 _PREFIX = struct.Struct("<QQII")
 
-# What one connection reads at once; larger messages are read into memory of their own.
+# Size of a connection's receive buffer; larger messages are received into memory of their own.
 CAPACITY = 64 * 1024
-# How long a read waits before it looks whether it still should.
+# After this time a read raises TimeoutError, so that its thread checks the connection's state.
 TICK_SECONDS = 0.25
 
 
 # Kinds, in the bits above the count of buffers.
-SHARED = 1 << 31  # a message whose buffers lie in shared memory
-UNUSED = 1 << 30  # a note: nothing lies in this segment of yours any more
-DROPPED = 1 << 29  # a note: this segment of mine will not be used again
-_COUNT = DROPPED - 1
+SHARED = 1 << 31  # a message whose buffers are in shared memory
+RELEASED = 1 << 30  # a notice: the receiver uses no buffer in this segment any more
+FREED = 1 << 29  # a notice: the sender will not use this segment again
+_COUNT = FREED - 1
 
-NO_BUFFERS: list[Any] = []  # shared; a frame makes a list of its own
+NO_BUFFERS: list[Any] = []  # never changed; a frame makes a list of its own
 
 
-class Place(NamedTuple):
-    """Where the buffers of a message lie: a segment's number, and their lengths."""
+class SharedBuffers(NamedTuple):
+    """The buffers of a message that are in shared memory: their segment's number, and lengths."""
 
     segment: int
     lengths: tuple[int, ...]
 
 
 class Message(NamedTuple):
-    """What arrived: a message, or (``note`` is set) a note on the segment ``number``."""
+    """A message, or, if ``notice`` is set, a notice about the segment ``number``."""
 
     number: int
     head: bytes
     buffers: list[Any]
-    place: Place | None = None
-    note: int = 0
+    shared: SharedBuffers | None = None
+    notice: int = 0
 
     def frame(self) -> Frame:
         """Return the frame in it."""
         return Frame.unpack(self.head, self.buffers)
 
 
-class _Words(dict[int, struct.Struct]):
-    """Structs of so many numbers, made when they are needed."""
+class _NumberStructs(dict[int, struct.Struct]):
+    """Structs of 8-byte numbers by their count, made when they are needed."""
 
     def __missing__(self, count: int) -> struct.Struct:
         made = struct.Struct(f"<{count}Q")
-        if count < 256:  # more are rare
+        if count < 256:  # larger counts are rare
             self[count] = made
         return made
 
 
-_WORDS = _Words()
+_NUMBERS = _NumberStructs()
 
 
 def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[Any]:
-    """Return what to write for a message with its buffers."""
+    """Return the bytes of a message with its buffers, in parts."""
     if not views:
         return [_PREFIX.pack(call_id, len(head), len(head), 0) + head]
     lengths = [view.nbytes for view in views]
-    sizes = _WORDS[len(views)].pack(*lengths)
-    rest = len(sizes) + len(head) + sum(lengths)
-    front = _PREFIX.pack(call_id, rest, len(head), len(views)) + sizes + head
+    sizes = _NUMBERS[len(views)].pack(*lengths)
+    length = len(sizes) + len(head) + sum(lengths)
+    front = _PREFIX.pack(call_id, length, len(head), len(views)) + sizes + head
     return [front, *filter(len, views)]
 
 
-def shared_parts(call_id: int, head: bytes, place: Place) -> list[Any]:
-    """Return what to write for a message whose buffers lie in shared memory."""
-    count = len(place.lengths)
-    front = _WORDS[count + 1].pack(*place.lengths, place.segment)
+def shared_parts(call_id: int, head: bytes, shared: SharedBuffers) -> list[Any]:
+    """Return the bytes of a message whose buffers are in shared memory, in parts."""
+    count = len(shared.lengths)
+    front = _NUMBERS[count + 1].pack(*shared.lengths, shared.segment)
     prefix = _PREFIX.pack(call_id, len(front) + len(head), len(head), count | SHARED)
     return [prefix + front + head]
 
 
-def note_part(number: int, note: int) -> bytes:
-    """Return what to write for a note on a segment."""
-    return _PREFIX.pack(number, 0, 0, note)
+def notice_part(number: int, notice: int) -> bytes:
+    """Return the bytes of a notice about a segment."""
+    return _PREFIX.pack(number, 0, 0, notice)
 
 
 def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
-    """Set a connection's options: reads come back every tick, and nothing waits to be sent."""
+    """Set a connection's options.
+
+    Args:
+        connection: blocking from now on; small messages are sent at once.
+        tick: after how many seconds a read times out.
+    """
     connection.setblocking(True)
-    whole = int(tick)
-    rest = int((tick - whole) * 1e6)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, rest))
+    seconds = int(tick)
+    timeval = struct.pack("@ll", seconds, int((tick - seconds) * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _words_in(kind: int) -> struct.Struct:
-    """Return the numbers that come before the head."""
-    return _WORDS[(kind & _COUNT) + bool(kind & SHARED)]
+def _numbers_of(kind: int) -> struct.Struct:
+    """Return the struct of the numbers before the head."""
+    return _NUMBERS[(kind & _COUNT) + bool(kind & SHARED)]
 
 
 def _read_front(
     data: Any, position: int, head_length: int, kind: int
-) -> tuple[bytes, tuple[int, ...], Place | None]:
-    """Return the head, the lengths of buffers that follow, and where they lie if they don't."""
-    words = _words_in(kind)
-    numbers = words.unpack_from(data, position)
-    position += words.size
+) -> tuple[bytes, tuple[int, ...], SharedBuffers | None]:
+    """Return the head, and the lengths of the buffers that follow, or the shared buffers."""
+    layout = _numbers_of(kind)
+    numbers = layout.unpack_from(data, position)
+    position += layout.size
     head = bytes(data[position : position + head_length])
     if kind & SHARED:
-        return head, (), Place(numbers[-1], numbers[:-1])
+        return head, (), SharedBuffers(numbers[-1], numbers[:-1])
     return head, numbers, None
 
 
-class _Large:
-    """A message on its way into memory of its own."""
+class _LargeMessage:
+    """A message that is being received into memory of its own."""
 
     def __init__(self, number: int, head_length: int, kind: int) -> None:
         self.number = number
         self.head_length = head_length
         self.kind = kind
-        self.data = bytearray(_words_in(kind).size + head_length)
+        self.data = bytearray(_numbers_of(kind).size + head_length)
         self.head = b""
-        self.place: Place | None = None
+        self.shared: SharedBuffers | None = None
         self.buffers: list[bytearray] | None = None
-        self.todo = [memoryview(self.data)]  # the last one first
+        self.missing = [memoryview(self.data)]  # in reverse order
 
     def is_whole(self) -> bool:
-        """Tell whether all has arrived; make room for the buffers once their lengths have."""
-        if self.todo:
+        """Tell whether it was received; allocate the buffers once their lengths are known."""
+        if self.missing:
             return False
         if self.buffers is None:
-            self.head, lengths, self.place = _read_front(self.data, 0, self.head_length, self.kind)
+            self.head, lengths, self.shared = _read_front(self.data, 0, self.head_length, self.kind)
             self.buffers = [bytearray(length) for length in lengths]
-            self.todo = [memoryview(buffer) for buffer in reversed(self.buffers) if buffer]
-        return not self.todo
+            self.missing = [memoryview(buffer) for buffer in reversed(self.buffers) if buffer]
+        return not self.missing
 
     def message(self) -> Message:
-        """Return it, whole."""
-        return Message(self.number, self.head, self.buffers or [], self.place)
+        """Return the message."""
+        return Message(self.number, self.head, self.buffers or [], self.shared)
 
 
 class MessageReader:
@@ -173,40 +178,40 @@ class MessageReader:
         self._view = memoryview(self._bytes)
         self._start = 0
         self._end = 0
-        self._large: _Large | None = None
+        self._large: _LargeMessage | None = None
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     @property
     def has_more(self) -> bool:
-        """Tell whether something arrived that was not read yet."""
+        """Tell whether bytes were received that were not read yet."""
         return self._end > self._start
 
     def wait(self, seconds: float) -> bool:
-        """Tell whether something to read comes in time."""
+        """Tell whether there are bytes to read within ``seconds``."""
         return self._end > self._start or bool(self._poll.poll(seconds * 1000))
 
     def read(self) -> Message:
         """Return the next message.
 
         Raises:
-            TimeoutError: it is not there after a tick; call again.
+            TimeoutError: it did not arrive within a tick; call again.
             EOFError: the connection has ended.
         """
         if self._large is None:
             if self._end - self._start < _PREFIX.size:
                 self._fill(_PREFIX.size)
-            number, rest, head_length, kind = _PREFIX.unpack_from(self._bytes, self._start)
-            if _PREFIX.size + rest <= CAPACITY:
-                if self._end - self._start < _PREFIX.size + rest:
-                    self._fill(_PREFIX.size + rest)
+            number, length, head_length, kind = _PREFIX.unpack_from(self._bytes, self._start)
+            if _PREFIX.size + length <= CAPACITY:
+                if self._end - self._start < _PREFIX.size + length:
+                    self._fill(_PREFIX.size + length)
                 position = self._start + _PREFIX.size
-                self._start = position + rest
+                self._start = position + length
                 if kind == 0:
                     return Message(number, bytes(self._view[position : self._start]), NO_BUFFERS)
                 return self._take(position, number, head_length, kind)
             self._start += _PREFIX.size
-            self._large = _Large(number, head_length, kind)
+            self._large = _LargeMessage(number, head_length, kind)
         while not self._large.is_whole():
             self._fill_large(self._large)
         message = self._large.message()
@@ -214,18 +219,18 @@ class MessageReader:
         return message
 
     def _take(self, position: int, number: int, head_length: int, kind: int) -> Message:
-        if kind in (UNUSED, DROPPED):
+        if kind in (RELEASED, FREED):
             return Message(number, b"", [], None, kind)
-        head, lengths, place = _read_front(self._view, position, head_length, kind)
+        head, lengths, shared = _read_front(self._view, position, head_length, kind)
         position = self._start - sum(lengths)
         buffers = []
         for length in lengths:
             buffers.append(self._bytes[position : position + length])
             position += length
-        return Message(number, head, buffers, place)
+        return Message(number, head, buffers, shared)
 
     def _fill(self, needed: int) -> None:
-        """Have at least so many bytes of what comes next."""
+        """Receive until ``needed`` bytes are in the receive buffer."""
         have = self._end - self._start
         if have == 0:
             self._start = self._end = 0
@@ -235,8 +240,8 @@ class MessageReader:
         while self._end - self._start < needed:
             self._end += self._receive(self._view[self._end :])
 
-    def _fill_large(self, large: _Large) -> None:
-        view = large.todo[-1]
+    def _fill_large(self, large: _LargeMessage) -> None:
+        view = large.missing[-1]
         have = min(len(view), self._end - self._start)
         if have:
             view[:have] = self._view[self._start : self._start + have]
@@ -244,9 +249,9 @@ class MessageReader:
         else:
             have = self._receive(view)
         if have == len(view):
-            large.todo.pop()
+            large.missing.pop()
         else:
-            large.todo[-1] = view[have:]
+            large.missing[-1] = view[have:]
 
     def _receive(self, view: memoryview) -> int:
         try:
@@ -256,5 +261,5 @@ class MessageReader:
         except OSError as exc:
             raise EOFError(str(exc)) from None
         if count == 0:
-            raise EOFError("it was closed")
+            raise EOFError("the peer closed it")
         return count

@@ -1,5 +1,5 @@
-"""Lanes between a caller and a callee in one process, without Ray: who may in, who reads, what
-happens when a connection is cut."""
+"""Connections between a caller and a callee in one process, without Ray: authentication, readers,
+and broken connections."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ from rayrpc._transports.direct.wire import prepare
 from rayrpc.errors import CallLostError
 
 SECRET = b"s" * 32
-PATIENCE = 20.0
+WAIT_SECONDS = 20.0
 
 
 def frame(call_id, data=b"", buffers=()):
@@ -40,8 +40,8 @@ class Callee:
 
     def __init__(self):
         self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
-        self.watch = ReaderWatchdog()
-        self.server = DirectServer("callee", "127.0.0.1", self.threads, self.watch)
+        self.watchdog = ReaderWatchdog()
+        self.server = DirectServer("callee", "127.0.0.1", self.threads, self.watchdog)
         self.answer = lambda frame: frame.data
         self.server.start(SECRET, self.serve, lambda frame, reply: False)
 
@@ -53,7 +53,7 @@ class Callee:
 
     def close(self):
         self.server.close(0.5)
-        self.watch.close()
+        self.watchdog.close()
         self.threads.close()
 
 
@@ -69,7 +69,7 @@ class Owner:
 
     def connect(self, peer):
         connection = dial(self.callee.server, self.family)
-        greet(connection)
+        authenticate(connection)
         prepare(connection)
         self.connections.append(connection)
         return connection
@@ -77,7 +77,7 @@ class Owner:
     def reroute(self, peer, request, reason):
         self.rerouted.append(request)
         pending = PendingReply()
-        pending.complete(Value(frame(request.call_id, b"by another way")))
+        pending.complete(Value(frame(request.call_id, b"rerouted")))
         return pending
 
     def on_connection_lost(self, connection, reason):
@@ -90,25 +90,25 @@ class Owner:
 
 def dial(server, family=socket.AF_UNIX):
     connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(PATIENCE)
+    connection.settimeout(WAIT_SECONDS)
     address = "\0" + server.unix if family == socket.AF_UNIX else ("127.0.0.1", server.port)
     while True:
         try:
             connection.connect(address)
             return connection
-        except BlockingIOError:  # many are at the door
+        except BlockingIOError:  # the listener's queue is full
             time.sleep(0.01)
 
 
-def greet(connection, secret=SECRET):
-    answer = ClientHandshake(secret, "caller", "callee")
-    connection.sendall(answer.hello)
+def authenticate(connection, secret=SECRET):
+    handshake = ClientHandshake(secret, "caller", "callee")
+    connection.sendall(handshake.hello)
     challenge = b""
     while len(challenge) < CHALLENGE_SIZE:
         data = connection.recv(CHALLENGE_SIZE - len(challenge))
         assert data, "refused"
         challenge += data
-    connection.sendall(answer.receive(challenge))
+    connection.sendall(handshake.receive(challenge))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def connection(request, callee):
 
 
 class TestCalls:
-    def test_calls_that_wait_and_calls_that_call_back_share_a_lane(self, callee, connection):
+    def test_calls_that_wait_and_calls_that_call_back_share_a_connection(self, callee, connection):
         some = random.Random(7)
         callee.answer = lambda f: (time.sleep(some.choice([0, 0, 0.001])), f.data)[1]
         numbers = iter(range(1, 10**9))
@@ -141,7 +141,7 @@ class TestCalls:
             for _ in range(150):
                 number = next(numbers)
                 data = b"%d" % number
-                if connection.call(frame(number, data)).wait(PATIENCE).data != data:
+                if connection.call(frame(number, data)).wait(WAIT_SECONDS).data != data:
                     wrong.append(number)
 
         def calls_back():
@@ -163,24 +163,24 @@ class TestCalls:
 
     def test_a_call_that_waits_long_does_not_hold_up_the_others(self, callee, connection):
         go = threading.Event()
-        callee.answer = lambda f: (f.data != b"slow" or go.wait(PATIENCE), f.data)[1]
+        callee.answer = lambda f: (f.data != b"slow" or go.wait(WAIT_SECONDS), f.data)[1]
         slow = [connection.call(frame(i, b"slow")) for i in range(1, 30)]
-        waiting = [threading.Thread(target=call.wait, args=(PATIENCE,)) for call in slow[:5]]
+        waiting = [threading.Thread(target=call.wait, args=(WAIT_SECONDS,)) for call in slow[:5]]
         for thread in waiting:
             thread.start()
         for i in range(100, 150):
-            assert connection.call(frame(i, b"fast")).wait(PATIENCE).data == b"fast"
+            assert connection.call(frame(i, b"fast")).wait(WAIT_SECONDS).data == b"fast"
         go.set()
-        assert all(call.wait(PATIENCE).data == b"slow" for call in slow[5:])
+        assert all(call.wait(WAIT_SECONDS).data == b"slow" for call in slow[5:])
         for thread in waiting:
-            thread.join(PATIENCE)
+            thread.join(WAIT_SECONDS)
 
-    def test_a_timeout_hands_the_reading_on(self, callee, connection):
+    def test_after_a_timeout_another_caller_reads(self, callee, connection):
         callee.answer = lambda f: (f.data and time.sleep(float(f.data)), f.data)[1]
         late = connection.call(frame(1, b"1.0"))
         other = connection.call(frame(2, b"0.6"))
         result = []
-        thread = threading.Thread(target=lambda: result.append(other.wait(PATIENCE).data))
+        thread = threading.Thread(target=lambda: result.append(other.wait(WAIT_SECONDS).data))
 
         def times_out():
             with pytest.raises(TimeoutError):
@@ -191,27 +191,27 @@ class TestCalls:
         first.start()
         time.sleep(0.05)
         thread.start()
-        first.join(PATIENCE)
+        first.join(WAIT_SECONDS)
         assert time.monotonic() - started < 0.55
-        thread.join(PATIENCE)
+        thread.join(WAIT_SECONDS)
         assert result == [b"0.6"]
-        assert late.wait(PATIENCE).data == b"1.0"
+        assert late.wait(WAIT_SECONDS).data == b"1.0"
 
-    def test_threads_go_when_there_is_nothing_to_do(self, callee, connection):
+    def test_threads_end_when_there_is_nothing_to_do(self, callee, connection):
         callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
         calls = [connection.call(frame(i, b"x")) for i in range(1, 20)]
-        assert all(call.wait(PATIENCE).data == b"x" for call in calls)
+        assert all(call.wait(WAIT_SECONDS).data == b"x" for call in calls)
         assert callee.threads.size > 10
         assert eventually(lambda: callee.threads.size <= 2)
-        assert connection.call(frame(99, b"y")).wait(PATIENCE).data == b"y"
+        assert connection.call(frame(99, b"y")).wait(WAIT_SECONDS).data == b"y"
 
 
 class TestShortCalls:
-    """A function that takes a while, but not long, keeps its reader if nobody else calls."""
+    """A short function keeps the role of the reader while calls come one at a time."""
 
     @pytest.fixture
     def readers(self, callee, monkeypatch):
-        """Return the threads that ran calls; all of these are short, and take as long as told."""
+        """Return the threads that served calls; a call takes as many seconds as its data says."""
         threads = []
 
         def answer(frame):
@@ -221,29 +221,29 @@ class TestShortCalls:
             return frame.data
 
         callee.answer = answer
-        monkeypatch.setattr(reader, "TICK_SECONDS", 5.0)  # the watch relieves nobody here
+        monkeypatch.setattr(reader, "TICK_SECONDS", 5.0)  # the watchdog releases no reader here
         return threads
 
     def test_one_call_at_a_time_is_served_by_one_thread(self, connection, readers):
         for number in range(50):
-            assert connection.call(frame(number, b"0.001")).wait(PATIENCE).data == b"0.001"
+            assert connection.call(frame(number, b"0.001")).wait(WAIT_SECONDS).data == b"0.001"
         assert len(set(readers)) == 1
 
-    def test_after_calls_at_a_time_others_read_on_while_one_runs(self, connection, readers):
+    def test_after_calls_at_a_time_others_read_while_one_runs(self, connection, readers):
         first = connection.call(frame(1, b"0.3"))
         assert eventually(lambda: readers)
-        held_up = connection.call(frame(2, b"0"))  # nobody could know
-        assert held_up.wait(PATIENCE) and first.wait(PATIENCE)
+        held_up = connection.call(frame(2, b"0"))  # the first of a crowd
+        assert held_up.wait(WAIT_SECONDS) and first.wait(WAIT_SECONDS)
         long = connection.call(frame(3, b"3"))
         assert eventually(lambda: len(readers) == 3)
         start = time.monotonic()
-        assert connection.call(frame(4, b"0")).wait(PATIENCE).data == b"0"
+        assert connection.call(frame(4, b"0")).wait(WAIT_SECONDS).data == b"0"
         assert time.monotonic() - start < 2 and len(set(readers)) > 1
-        assert long.wait(PATIENCE)
+        assert long.wait(WAIT_SECONDS)
 
 
-class TestCuts:
-    def test_calls_that_were_sent_end_with_not_known(self, callee, connection):
+class TestBrokenConnections:
+    def test_sent_calls_end_with_an_unknown_outcome(self, callee, connection):
         callee.answer = lambda f: Deferred()
         called = [connection.call(frame(i)) for i in range(1, 5)]
         outcomes = []
@@ -254,7 +254,7 @@ class TestCuts:
             served.close()
         for call in called[1:]:
             with pytest.raises(CallLostError, match="not known"):
-                call.wait(PATIENCE)
+                call.wait(WAIT_SECONDS)
         assert eventually(lambda: outcomes and isinstance(outcomes[0].error, CallLostError))
         assert len(connection.owner.lost) == 1 and not connection.owner.rerouted
         assert connection.call(frame(9)) is None
@@ -263,21 +263,21 @@ class TestCuts:
         self, callee, connection, caplog
     ):
         callee.answer = lambda f: "no bytes" if f.data == b"bad" else f.data
-        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         bad = connection.call(frame(2, b"bad"))
         with pytest.raises(CallLostError):
-            bad.wait(PATIENCE)
+            bad.wait(WAIT_SECONDS)
         assert "a reply could not be sent" in caplog.text
 
-    def test_calls_that_were_not_sent_go_another_way(self, callee, connection):
-        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+    def test_unsent_calls_are_rerouted(self, callee, connection):
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         (opened,) = connection.owner.connections
         opened.shutdown(socket.SHUT_WR)
         call = connection.call(frame(2, b"y"))
-        assert call.wait(PATIENCE).data == b"by another way"
+        assert call.wait(WAIT_SECONDS).data == b"rerouted"
         assert connection.call(frame(3)) is None
 
-    def test_a_connection_without_its_side_channel_sends_calls_another_way(
+    def test_calls_are_rerouted_where_no_socket_for_descriptors_can_be_made(
         self, callee, monkeypatch
     ):
         def refuse(*_):
@@ -287,16 +287,16 @@ class TestCuts:
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
         monkeypatch.setattr("rayrpc._transports.direct.stream.socket.socketpair", refuse)
         connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
-        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"by another way"
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"rerouted"
         threads.close()
 
-    def test_calls_that_waited_for_a_connection_go_another_way(self, callee):
+    def test_calls_that_waited_for_a_connection_are_rerouted(self, callee):
         owner = Owner(callee, socket.AF_INET)
         go = threading.Event()
 
         def connect(peer):
-            go.wait(PATIENCE)
-            raise ConnectionRefusedError("nobody there")
+            go.wait(WAIT_SECONDS)
+            raise ConnectionRefusedError("nothing listens there")
 
         owner.connect = connect
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
@@ -305,67 +305,67 @@ class TestCuts:
         outcomes = []
         calls[0].on_done(outcomes.append)
         waiting = threading.Thread(
-            target=lambda: outcomes.append(Value(calls[1].wait(PATIENCE))), daemon=True
+            target=lambda: outcomes.append(Value(calls[1].wait(WAIT_SECONDS))), daemon=True
         )
         waiting.start()
         time.sleep(0.1)
         go.set()
-        assert calls[2].wait(PATIENCE).data == b"by another way"
+        assert calls[2].wait(WAIT_SECONDS).data == b"rerouted"
         assert eventually(lambda: len(outcomes) == 2)
-        assert [o.value.data for o in outcomes] == [b"by another way"] * 2
-        assert "nobody there" in owner.lost[0]
+        assert [o.value.data for o in outcomes] == [b"rerouted"] * 2
+        assert "nothing listens there" in owner.lost[0]
         threads.close()
 
 
-class TestStrangers:
-    def hold(self, stack, server, count, say=b""):
-        """Connect, say something, and stay."""
+class TestUnauthenticatedConnections:
+    def hold(self, stack, server, count, data=b""):
+        """Connect, send data, and keep the connections open."""
         for _ in range(count):
-            stranger = stack.enter_context(dial(server))
+            connection = stack.enter_context(dial(server))
             with contextlib.suppress(OSError):
-                stranger.sendall(say)
+                connection.sendall(data)
 
     @pytest.mark.parametrize(
-        "say",
+        "data",
         [b"", b"GET / HTTP/1.1\r\n\r\n", b"rayrpc 1", os.urandom(200), b"rayrpc 1" + b"x" * 500],
         ids=["silent", "http", "stalls", "garbage", "long"],
     )
-    def test_they_hold_up_nobody(self, callee, connection, say):
+    def test_they_hold_up_no_member(self, callee, connection, data):
         with contextlib.ExitStack() as stack:
-            self.hold(stack, callee.server, 100, say)
-            assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+            self.hold(stack, callee.server, 100, data)
+            assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
             assert len(callee.server._connections) == 1
 
-    def test_who_does_not_know_the_secret_is_hung_up_on(self, callee):
-        with dial(callee.server) as stranger:
+    def test_a_peer_without_the_secret_is_refused(self, callee):
+        with dial(callee.server) as intruder:
             answer = ClientHandshake(b"guess", "caller", "callee")
-            stranger.sendall(answer.hello)
-            assert stranger.recv(CHALLENGE_SIZE)
-            stranger.sendall(b"\0" * 32)
+            intruder.sendall(answer.hello)
+            assert intruder.recv(CHALLENGE_SIZE)
+            intruder.sendall(b"\0" * 32)
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(b"\0" * 100)
-                assert stranger.recv(1) == b""
+                intruder.sendall(b"\0" * 100)
+                assert intruder.recv(1) == b""
         assert not callee.server._connections
 
-    def test_who_says_nothing_is_hung_up_on_in_time(self, callee, monkeypatch):
-        monkeypatch.setattr("rayrpc._transports.direct.acceptor.GREETING_SECONDS", 0.3)
-        with dial(callee.server) as stranger:
-            assert stranger.recv(1) == b""
+    def test_a_silent_peer_is_refused_in_time(self, callee, monkeypatch):
+        monkeypatch.setattr("rayrpc._transports.direct.acceptor.HANDSHAKE_SECONDS", 0.3)
+        with dial(callee.server) as intruder:
+            assert intruder.recv(1) == b""
 
-    def test_a_thousand_that_come_and_go_leave_no_descriptor(self, callee, connection):
-        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+    def test_a_thousand_of_them_leave_no_descriptor(self, callee, connection):
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
 
         def descriptors():
             return len(os.listdir("/proc/self/fd"))
 
         before = descriptors()
         for _ in range(1000):
-            with dial(callee.server) as stranger:
-                stranger.sendall(b"rayrpc 1" + b"y" * 40)
+            with dial(callee.server) as intruder:
+                intruder.sendall(b"rayrpc 1" + b"y" * 40)
         assert eventually(lambda: descriptors() <= before)
-        assert connection.call(frame(2, b"x")).wait(PATIENCE).data == b"x"
+        assert connection.call(frame(2, b"x")).wait(WAIT_SECONDS).data == b"x"
 
-    def test_it_listens_at_the_nodes_address_alone(self, callee):
+    def test_the_server_listens_at_the_nodes_address_only(self, callee):
         for listener in callee.server._listeners:
             if listener.family == socket.AF_INET:
                 assert listener.getsockname()[0] == "127.0.0.1"
@@ -391,7 +391,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         server = type("Server", (), {"unix": unix, "port": int(port)})
         owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
         connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
-        assert connection.call(frame(1, b"x")).wait(PATIENCE).data == b"x"
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
         big = [connection.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
         start = time.monotonic()
@@ -399,7 +399,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
             big[0].wait(0.3)
         assert time.monotonic() - start < 2
         os.kill(process.pid, signal.SIGCONT)
-        assert all(len(call.wait(PATIENCE).buffers[0]) == 500_000 for call in big)
+        assert all(len(call.wait(WAIT_SECONDS).buffers[0]) == 500_000 for call in big)
     finally:
         process.kill()
         connection.fail(CallLostError("the test is over"))

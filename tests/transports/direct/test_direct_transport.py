@@ -132,7 +132,7 @@ def assert_quick_calls_get_through(blocked):
 
 @pytest.mark.usefixtures("auto")
 class TestAuto:
-    def test_calls_to_a_peer_without_listeners_go_by_ray_once_each_and_one_reason_is_logged(
+    def test_a_peer_without_listeners_is_called_by_ray_once_a_call_and_one_reason_logged(
         self, reasons
     ):
         close_listeners("shut")

@@ -1,4 +1,4 @@
-"""Shared memory of a connection: which buffers use it, who owns it, when it is reused."""
+"""Shared memory of a connection: which buffers use it, who may write to it, when it is reused."""
 
 import errno
 import gc
@@ -19,7 +19,7 @@ from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
 from rayrpc._transports.direct.wire import prepare
 
 LARGE = 100_000
-PATIENCE = 20.0
+WAIT_SECONDS = 20.0
 
 pytestmark = pytest.mark.skipif(
     not shared_memory.is_supported(), reason="this system has no files without a name"
@@ -31,7 +31,7 @@ def frame(call_id, buffers=()):
 
 
 def read(stream):
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < end:
         try:
             return stream.read()
@@ -46,12 +46,12 @@ def pass_message(sender, receiver, buffers=(), call_id=1):
 
 
 def echo(stream):
-    """ClientHandshake one call with what it brought; return where that lay."""
+    """Reply to one call with its buffers; return where they were."""
     message = read(stream)
-    place, call = message.place, message.frame()
+    shared, call = message.shared, message.frame()
     del message
-    stream.send(call.call_id, call, give_up=True)
-    return place
+    stream.send(call.call_id, call, release_buffers=True)
+    return shared
 
 
 def contents(message):
@@ -96,18 +96,18 @@ def tcp_pair():
         return near, server.accept()[0]
 
 
-class TestWhatIsShared:
+class TestWhichBuffersAreShared:
     @pytest.mark.parametrize("size", [SHARED_BYTES, LARGE, 5_000_000, 1 << 23])
     def test_large_buffers_arrive_by_shared_memory_both_ways(self, ends, size):
         data = os.urandom(size)
         for sender, receiver in (ends, ends[::-1]):
             message = pass_message(sender, receiver, [data])
-            assert message.place is not None and message.frame().data == b"head"
+            assert message.shared is not None and message.frame().data == b"head"
             assert contents(message) == [data]
 
     def test_small_buffers_go_in_line(self, ends):
         message = pass_message(*ends, [b"x" * (SHARED_BYTES - 1)])
-        assert message.place is None and contents(message) == [b"x" * (SHARED_BYTES - 1)]
+        assert message.shared is None and contents(message) == [b"x" * (SHARED_BYTES - 1)]
 
     @pytest.mark.parametrize(
         "sizes",
@@ -117,14 +117,14 @@ class TestWhatIsShared:
     def test_many_buffers_share_a_segment_and_stay_apart(self, ends, sizes):
         sent = [os.urandom(size) for size in sizes]
         message = pass_message(*ends, sent)
-        assert message.place is not None and contents(message) == sent
+        assert message.shared is not None and contents(message) == sent
         for buffer in message.buffers:
             buffer[:] = b"\1" * len(buffer)
         assert contents(message) == [b"\1" * size for size in sizes]
 
     def test_empty_buffers_alone_need_no_memory(self, ends):
         message = pass_message(*ends, [b"", b""])
-        assert message.place is None and contents(message) == [b"", b""]
+        assert message.shared is None and contents(message) == [b"", b""]
 
     @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
     def test_tcp_never_shares_memory(self, ends):
@@ -133,7 +133,7 @@ class TestWhatIsShared:
         data = os.urandom(3 * LARGE)
         for sender, receiver in ((near, far), (far, near)):
             message = pass_message(sender, receiver, [data])
-            assert message.place is None and contents(message) == [data]
+            assert message.shared is None and contents(message) == [data]
         assert not near.shares_memory and mappings() == before
 
     def test_buffers_go_in_line_while_no_segment_can_be_made(self, ends, monkeypatch):
@@ -145,8 +145,8 @@ class TestWhatIsShared:
         with monkeypatch.context() as patch:
             patch.setattr(shared_memory.os, "memfd_create", refuse)
             message = pass_message(*ends, [data])
-            assert message.place is None and contents(message) == [data]
-        assert pass_message(*ends, [data]).place is not None
+            assert message.shared is None and contents(message) == [data]
+        assert pass_message(*ends, [data]).shared is not None
 
     def test_a_segment_that_cannot_be_mapped_leaves_no_descriptor(self, ends, monkeypatch):
         def refuse(*_, **__):
@@ -155,7 +155,7 @@ class TestWhatIsShared:
         pass_message(*ends)
         before = descriptors()
         monkeypatch.setattr(shared_memory, "_map", refuse)
-        assert pass_message(*ends, [b"x" * LARGE]).place is None
+        assert pass_message(*ends, [b"x" * LARGE]).shared is None
         assert descriptors() == before
 
     def test_a_peer_that_does_not_read_holds_up_no_sender(self, ends):
@@ -175,14 +175,14 @@ class TestWhatIsShared:
             assert bytes(message.buffers[0][:5]) == b"%5d" % number
 
 
-class TestWhoseItIs:
-    def test_what_the_sender_changes_later_is_not_seen(self, ends):
+class TestOwnership:
+    def test_later_changes_by_the_sender_are_not_seen(self, ends):
         source = bytearray(b"a" * LARGE)
         message = pass_message(*ends, [source])
         source[:] = b"b" * LARGE
         assert contents(message) == [b"a" * LARGE]
 
-    def test_what_the_receiver_writes_is_its_own(self, ends):
+    def test_buffers_are_the_receivers_own_to_write(self, ends):
         near, far = ends
         source = bytearray(b"a" * LARGE)
         message = pass_message(near, far, [source])
@@ -195,24 +195,24 @@ class TestWhoseItIs:
     def test_a_segment_in_use_is_not_used_again(self, ends):
         near, far = ends
         kept = [pass_message(near, far, [b"%d" % i * LARGE], i) for i in range(5)]
-        pass_message(far, near)  # brings the notes, if there were any
+        pass_message(far, near)  # brings the notices, if there were any
         assert near.send(9, frame(9, [b"9" * LARGE])) and contents(read(far)) == [b"9" * LARGE]
-        assert len({message.place.segment for message in kept}) == 5
+        assert len({message.shared.segment for message in kept}) == 5
         assert [contents(m) for m in kept] == [[b"%d" % i * LARGE] for i in range(5)]
 
-    def test_one_buffer_that_is_left_keeps_its_segment(self, ends):
+    def test_one_remaining_buffer_keeps_its_segment(self, ends):
         near, far = ends
         message = pass_message(near, far, [b"a" * LARGE, b"b" * 10, b"c" * LARGE])
-        number, small = message.place.segment, message.buffers[1][2:5]
+        number, small = message.shared.segment, message.buffers[1][2:5]
         del message
         pass_message(far, near, call_id=2)
         near.send(3, frame(3))
         read(far)
         other = pass_message(near, far, [b"d" * LARGE])
-        assert other.place.segment != number and bytes(small) == b"bbb"
+        assert other.shared.segment != number and bytes(small) == b"bbb"
 
     @pytest.mark.parametrize("closed", [(0,), (1,), (1, 0)], ids=["sender", "receiver", "both"])
-    def test_what_was_received_outlives_the_connection(self, ends, closed):
+    def test_received_buffers_outlive_the_connection(self, ends, closed):
         data = os.urandom(LARGE)
         message = pass_message(*ends, [data])
         for each in closed:
@@ -223,42 +223,42 @@ class TestWhoseItIs:
         assert message.buffers[0][0] == 1
 
 
-class TestUsingAgain:
+class TestReuse:
     def test_one_segment_serves_all_echoes(self, ends):
         near, far = ends
         counts = []
         for number in range(20):
             data = os.urandom(LARGE)
-            near.send(number, frame(number, [data]), give_up=True)
+            near.send(number, frame(number, [data]), release_buffers=True)
             assert echo(far).segment == 1
             reply = read(near)
-            assert reply.place.segment == 1 and contents(reply) == [data]
+            assert reply.shared.segment == 1 and contents(reply) == [data]
             del reply
             counts.append((descriptors(), mappings()))
         assert counts[-1] <= counts[0]
 
-    def test_giving_up_empties_the_frame_at_once(self, ends):
+    def test_releasing_the_buffers_empties_the_frame_at_once(self, ends):
         near, far = ends
         call = frame(1, [bytearray(LARGE)])
-        near.send(1, call, give_up=True)
+        near.send(1, call, release_buffers=True)
         assert call.buffers == [] and len(read(far).buffers[0]) == LARGE
         call = frame(2, [bytearray(LARGE)])
         near.send(2, call)
         assert len(call.buffers) == 1
 
-    def test_a_segment_is_used_again_by_what_fits_it(self, ends):
+    def test_a_segment_is_reused_by_messages_of_its_size(self, ends):
         near, far = ends
-        big = pass_message(near, far, [bytes(3_000_000)]).place
-        small = pass_message(near, far, [bytes(LARGE)]).place
+        big = pass_message(near, far, [bytes(3_000_000)]).shared
+        small = pass_message(near, far, [bytes(LARGE)]).shared
         pass_message(far, near)
         near.send(5, frame(5))
         read(far)
-        assert pass_message(near, far, [bytes(2_950_000)]).place.segment == big.segment
-        assert pass_message(near, far, [bytes(LARGE + 1)]).place.segment == small.segment
+        assert pass_message(near, far, [bytes(2_950_000)]).shared.segment == big.segment
+        assert pass_message(near, far, [bytes(LARGE + 1)]).shared.segment == small.segment
 
-    def test_segments_beyond_the_limit_are_let_go_at_both_ends(self, ends, monkeypatch):
+    def test_segments_beyond_the_limit_are_freed_at_both_ends(self, ends, monkeypatch):
         near, far = ends
-        monkeypatch.setattr(shared_memory, "KEPT_BYTES", shared_memory.SMALLEST)
+        monkeypatch.setattr(shared_memory, "MAX_FREE_BYTES", shared_memory.MIN_SEGMENT_BYTES)
         before = mappings()
         messages = [pass_message(near, far, [bytes(LARGE)], i) for i in range(3)]
         assert mappings() == before + 6  # one at each end
@@ -268,9 +268,9 @@ class TestUsingAgain:
         pass_message(near, far)
         assert mappings() == before + 2
         (kept,) = [number for number in (1, 2, 3) if far._mapped.has(number)]
-        assert pass_message(near, far, [bytes(LARGE)]).place.segment == kept
+        assert pass_message(near, far, [bytes(LARGE)]).shared.segment == kept
 
-    def test_segments_that_rest_are_let_go_at_both_ends(self, ends, monkeypatch):
+    def test_unused_segments_are_freed_at_both_ends(self, ends, monkeypatch):
         near, far = ends
         before = mappings()
         messages = [pass_message(near, far, [bytes(LARGE)], i) for i in range(3)]
@@ -279,7 +279,7 @@ class TestUsingAgain:
         near.trim()
         pass_message(near, far)
         assert mappings() == before + 6
-        monkeypatch.setattr(shared_memory, "KEPT_SECONDS", -1)
+        monkeypatch.setattr(shared_memory, "MAX_FREE_SECONDS", -1)
         near.trim()
         pass_message(near, far)
         assert mappings() == before + 2
@@ -306,15 +306,15 @@ class TestUsingAgain:
             seen.add(reply.number)
         assert len(seen) == 200
         for thread in [*senders, server]:
-            thread.join(PATIENCE)
+            thread.join(WAIT_SECONDS)
 
-    def test_segments_hold_no_descriptors_and_are_not_without_end(self, ends, monkeypatch):
-        monkeypatch.setattr(shared_memory, "MOST_SEGMENTS", 50)
+    def test_segments_hold_no_descriptors_and_are_limited(self, ends, monkeypatch):
+        monkeypatch.setattr(shared_memory, "MAX_SEGMENTS", 50)
         pass_message(*ends)
         before = descriptors()
         kept = [pass_message(*ends, [b"%5d" % i * LARGE], i) for i in range(60)]
         assert descriptors() == before
-        assert [message.place is not None for message in kept] == [True] * 50 + [False] * 10
+        assert [message.shared is not None for message in kept] == [True] * 50 + [False] * 10
         assert all(bytes(m.buffers[0][:5]) == b"%5d" % i for i, m in enumerate(kept))
 
 
@@ -337,36 +337,36 @@ class TestTheEnd:
     def test_a_pool_that_was_closed_keeps_nothing(self):
         before = mappings()
         pool = SegmentPool(lambda number, capacity, descriptor: None)
-        segments = [pool.take(offsets([LARGE])[1]) for _ in range(3)]
-        assert pool.give_back(segments[0].number)
+        segments = [pool.acquire(offsets([LARGE])[1]) for _ in range(3)]
+        assert pool.release(segments[0].number)
         pool.close()
         segments.clear()
         assert mappings() == before
 
-    def test_a_segment_that_comes_back_after_the_end_is_let_go(self):
+    def test_a_segment_that_is_released_after_the_end_is_freed(self):
         before = mappings()
         pool = SegmentPool(lambda number, capacity, descriptor: None)
         pool.close()
-        late = pool.take(offsets([LARGE])[1])
+        late = pool.acquire(offsets([LARGE])[1])
         assert mappings() == before + 1
-        assert not pool.give_back(late.number)
+        assert not pool.release(late.number)
         del late
         assert mappings() == before
 
 
-class TestAloneWithTheNotes:
-    """The receiver's half, whose notes come from the garbage collector."""
+class TestMappedSegments:
+    """The receiver's half, whose notices come from the garbage collector."""
 
-    def test_each_use_of_a_segment_ends_with_one_note(self):
-        notes = []
-        mapped = MappedSegments(notes.append)
+    def test_each_use_of_a_segment_ends_with_one_notice(self):
+        notices = []
+        mapped = MappedSegments(notices.append)
         descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, shared_memory.SMALLEST)
-        mapped.add(7, descriptor, shared_memory.SMALLEST)
+        os.ftruncate(descriptor, shared_memory.MIN_SEGMENT_BYTES)
+        mapped.map(7, descriptor, shared_memory.MIN_SEGMENT_BYTES)
         for use in range(3):
             first, second = mapped.buffers(7, [10, 20])
             part = second[3:4]
             del first, second
-            assert notes == [7] * use
+            assert notices == [7] * use
             del part
-            assert notes == [7] * (use + 1)
+            assert notices == [7] * (use + 1)

@@ -187,10 +187,10 @@ class TestGreeting:
         assert callee.done
 
     def test_a_caller_without_the_secret_is_refused(self):
-        callee, stranger = ServerHandshake(SECRET, "bob"), ClientHandshake(b"guess", "alice", "bob")
-        challenge = callee.receive(stranger.hello)
+        callee, intruder = ServerHandshake(SECRET, "bob"), ClientHandshake(b"guess", "alice", "bob")
+        challenge = callee.receive(intruder.hello)
         with pytest.raises(AuthenticationError, match="secret"):
-            stranger.receive(challenge)
+            intruder.receive(challenge)
         with pytest.raises(AuthenticationError, match="secret"):
             callee.receive(os.urandom(callee.missing))
         assert not callee.done
@@ -214,7 +214,7 @@ class TestGreeting:
         with pytest.raises(AuthenticationError):
             callee.receive(challenge[32:])
 
-    def test_who_wants_another_worker_is_refused(self):
+    def test_a_caller_that_wants_another_worker_is_refused(self):
         with pytest.raises(AuthenticationError, match="another"):
             ServerHandshake(SECRET, "bob").receive(ClientHandshake(SECRET, "alice", "carol").hello)
 
