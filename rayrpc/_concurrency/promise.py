@@ -62,13 +62,19 @@ class OneShot(Generic[T]):
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
         if self._value is _PENDING:
             with self._lock:
-                if self._value is _PENDING:
-                    if self._callbacks is None:
-                        self._callbacks = [callback]
-                    else:
-                        self._callbacks.append(callback)
+                if self._add(callback):
                     return
         callback(self._value)
+
+    def _add(self, callback: Callable[[T], object]) -> bool:
+        """Add a callback, with the lock held; return False if the value was set."""
+        if self._value is not _PENDING:
+            return False
+        if self._callbacks is None:
+            self._callbacks = [callback]
+        else:
+            self._callbacks.append(callback)
+        return True
 
     def remove_callback(self, callback: Callable[[T], object]) -> bool:
         """Drop a callback; return False if the value was set before."""

@@ -1,4 +1,4 @@
-"""Connections between the workers: calls in some ten microseconds, without Ray on their way.
+"""Connections between the workers: calls in some ten microseconds, without Ray in between.
 
 The files, in the order in which a call meets them:
 

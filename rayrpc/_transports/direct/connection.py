@@ -10,7 +10,6 @@ Which thread reads the replies is the matter of ``reader_schedule``.
 
 from __future__ import annotations
 
-import functools
 import socket
 import threading
 import time
@@ -32,6 +31,7 @@ from rayrpc._transports.direct.reader_schedule import (
     START_THREAD,
     THREAD_READS,
     ReaderSchedule,
+    Start,
 )
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import TICK_SECONDS, Message
@@ -77,7 +77,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         lock (Lock): the connection's.
     """
 
-    __slots__ = ("_connection", "frame", "id")
+    __slots__ = ("_callback", "_connection", "frame", "id")
 
     def __init__(self, connection: CallerConnection, frame: Frame, lock: threading.Lock) -> None:
         super().__init__(lock)
@@ -98,10 +98,21 @@ class ConnectionCall(OneShot[Reply], Pending):
         return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
-        if self.is_done:
+        start: Start = NOTHING
+        with self._lock:
+            is_pending = self._add(self._run_callback)
+            if is_pending:
+                self._callback = callback
+                start = self._connection.schedule.add_callback(urgent)
+        if start is not NOTHING:
+            self._connection.start_reader(start)
+        elif not is_pending:
             _report(callback, self._value)
-        else:
-            self._connection.add_callback(self, callback, urgent)
+
+    def _run_callback(self, reply: Reply) -> None:
+        with self._lock:
+            self._connection.schedule.remove_callback()
+        _report(self._callback, reply)
 
 
 def _report(callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
@@ -137,7 +148,8 @@ class CallerConnection:
         # Added to under the lock, unless BROKEN.  Readers remove a call without it: ``dict.pop``
         # is atomic, and should ``fail`` take the same call, its reply is set but once.
         self._calls: dict[int, ConnectionCall] = {}
-        self._schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
+        #: guarded by the lock, which calls share
+        self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
         self._is_flush_due = False
         self._stream: Stream | None = None
         threads.submit(self._connect)
@@ -147,7 +159,7 @@ class CallerConnection:
     def call(self, frame: Frame) -> ConnectionCall | None:
         """Send a request; return None if the connection is broken."""
         call = ConnectionCall(self, frame, self._lock)
-        schedule = self._schedule
+        schedule = self.schedule
         with self._lock:
             if schedule.state == BROKEN:
                 return None
@@ -177,7 +189,7 @@ class CallerConnection:
     def fail(self, error: BaseException) -> None:
         """End the connection and its calls."""
         with self._lock:
-            self._schedule.break_off()
+            self.schedule.break_off()
             calls = list(self._calls.values())
             self._calls.clear()
         if self._stream is not None:
@@ -188,11 +200,11 @@ class CallerConnection:
     def trim(self) -> None:
         """Free memory that was not used for a while, and read what the peer has freed."""
         stream = self._stream
-        if stream is None or self._schedule.state == BROKEN:
+        if stream is None or self.schedule.state == BROKEN:
             return
         stream.trim()
         with self._lock:
-            if not self._schedule.claim(THREAD_READS):
+            if not self.schedule.claim(THREAD_READS):
                 return
         try:
             while stream.wait(0) and (message := self._next(stream)) is not None:
@@ -218,7 +230,7 @@ class CallerConnection:
         with self._lock:
             self._stream = stream
             calls = list(self._calls.values())
-            is_broken = self._schedule.state == BROKEN
+            is_broken = self.schedule.state == BROKEN
         if is_broken:
             stream.close()
             return
@@ -241,9 +253,9 @@ class CallerConnection:
             with self._lock:
                 if call.is_done:
                     return
-                if not self._schedule.claim(CALLER_READS):
+                if not self.schedule.claim(CALLER_READS):
                     turn = Promise(self._lock)
-                    self._schedule.add_caller(turn)
+                    self.schedule.add_caller(turn)
             if turn is None or self._wait_turn(call, turn, deadline):
                 try:
                     if self._read_until(call, deadline):
@@ -261,7 +273,7 @@ class CallerConnection:
         except TimeoutError:
             turn.set(_EXPIRED)  # unless another thread was faster, just now
         with self._lock:
-            self._schedule.remove_caller(turn)
+            self.schedule.remove_caller(turn)
         woken = turn.value
         if woken is _READ or woken is _EXPIRED:
             call.remove_callback(turn.set)
@@ -281,14 +293,14 @@ class CallerConnection:
             message = self._next(stream)
             if message is not None:
                 self._complete(message)
-            elif self._schedule.state == BROKEN:
+            elif self.schedule.state == BROKEN:
                 return False
         return True
 
     def _release_reader(self) -> None:
         while True:
             with self._lock:
-                following = self._schedule.release()
+                following = self.schedule.release()
             if following is NOTHING:
                 return
             if following is START_THREAD:
@@ -301,7 +313,7 @@ class CallerConnection:
         """Read and complete calls while callbacks are due, or until this thread is released."""
         stream = self._stream
         assert stream is not None
-        schedule = self._schedule
+        schedule = self.schedule
         with ReaderRole(self._release_reader, self._watchdog) as role:
             while schedule.callbacks:
                 message = self._next(stream)
@@ -317,26 +329,14 @@ class CallerConnection:
     def _read_delayed(self) -> None:
         time.sleep(DELAY_SECONDS)
         with self._lock:
-            reads = self._schedule.end_delay()
+            reads = self.schedule.end_delay()
         if reads:
             self._read_for_callbacks()
 
-    def add_callback(
-        self, call: ConnectionCall, callback: Callable[[Outcome[Frame]], None], urgent: bool
-    ) -> None:
-        """Call ``callback`` when a call is complete, and have its reply read."""
-        with self._lock:
-            start = self._schedule.add_callback(urgent)
-        call.add_callback(functools.partial(self._run_callback, callback))
-        if start is START_THREAD:
-            self._threads.submit(self._read_for_callbacks)
-        elif start is START_DELAYED:
-            self._threads.submit(self._read_delayed)
-
-    def _run_callback(self, callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
-        with self._lock:
-            self._schedule.remove_callback()
-        _report(callback, reply)
+    def start_reader(self, start: Start) -> None:
+        """Start a thread that reads, as the schedule says."""
+        is_delayed = start is START_DELAYED
+        self._threads.submit(self._read_delayed if is_delayed else self._read_for_callbacks)
 
     def _next(self, stream: Stream) -> Message | None:
         """Return the next message; None after a tick without one, or if the connection broke."""
@@ -363,7 +363,7 @@ class CallerConnection:
 
     def _break_off(self, reason: str, unsent: Iterable[int] = ()) -> None:
         with self._lock:
-            is_first = self._schedule.break_off()
+            is_first = self.schedule.break_off()
             found = [self._calls.pop(call_id, None) for call_id in list(unsent)]
         if is_first:
             self._owner.on_connection_lost(self, reason)

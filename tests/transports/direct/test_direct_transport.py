@@ -228,7 +228,7 @@ class TestAuto:
         rpc.rpc_sync("bob", targets.keep, args=("go", True))
         assert [future.wait() for future in blocked] == ["went"] * 10
 
-    def test_functions_that_block_after_quick_runs_hold_up_nobody(self):
+    def test_functions_that_block_after_quick_runs_hold_up_no_other_call(self):
         event = rpc.remote("bob", threading.Event)
         event.rpc_sync().set()
         assert all(event.rpc_sync().wait(WAIT_SECONDS) for _ in range(100))
@@ -238,7 +238,7 @@ class TestAuto:
         event.rpc_sync().set()
         assert all(future.wait() for future in blocked)
 
-    def test_a_plain_function_that_blocks_after_quick_runs_holds_up_nobody(self):
+    def test_a_plain_function_that_blocks_after_quick_runs_holds_up_no_other_call(self):
         for _ in range(100):
             rpc.rpc_sync("bob", targets.nap, args=(0,))
         start = time.monotonic()

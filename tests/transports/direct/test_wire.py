@@ -167,7 +167,7 @@ class TestWriting:
 
 
 def greet(callee, caller):
-    """Let both sides talk; return what the callee heard last."""
+    """Run the handshake; return the last bytes that the callee received."""
     challenge = callee.receive(caller.hello)
     callee.receive(caller.receive(challenge))
 
