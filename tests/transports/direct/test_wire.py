@@ -125,9 +125,11 @@ class TestReading:
 
 class TestWriting:
     def test_what_many_threads_send_arrives_once_each(self, ends, threads):
-        outbox = SendQueue(ends[0], threads, lambda unsent: None)
+        send_queue = SendQueue(ends[0], threads, lambda unsent: None)
         sent = list(messages())
-        parts = [threading.Thread(target=self.send, args=(outbox, sent[i::6])) for i in range(6)]
+        parts = [
+            threading.Thread(target=self.send, args=(send_queue, sent[i::6])) for i in range(6)
+        ]
         for thread in parts:
             thread.start()
         inbox = MessageReader(ends[1])
@@ -136,46 +138,46 @@ class TestWriting:
         for expected in sent:
             assert [bytes(b) for b in got[expected.call_id].buffers] == expected.buffers
 
-    def send(self, outbox, frames):
+    def send(self, send_queue, frames):
         for each in frames:
-            outbox.send(each.call_id, to_parts(each.call_id, each))
+            send_queue.send(each.call_id, to_parts(each.call_id, each))
 
     def test_a_peer_that_does_not_read_never_holds_the_sender(self, ends, threads):
-        outbox = SendQueue(ends[0], threads, lambda unsent: None)
+        send_queue = SendQueue(ends[0], threads, lambda unsent: None)
         start = time.monotonic()
         for i in range(40):
-            outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 100_000])))
+            send_queue.send(i, to_parts(i, frame(i, b"", [b"x" * 100_000])))
         assert time.monotonic() - start < 2
-        assert not outbox.is_empty
+        assert not send_queue.is_empty
         inbox = MessageReader(ends[1])
         assert [read(inbox).number for _ in range(40)] == list(range(40))
 
     def test_a_cut_tells_which_messages_were_not_sent(self, ends, threads):
         broken = []
-        outbox = SendQueue(ends[0], threads, broken.append)
+        send_queue = SendQueue(ends[0], threads, broken.append)
         for i in range(10):
-            outbox.send(i, to_parts(i, frame(i, b"", [b"x" * 200_000])))
+            send_queue.send(i, to_parts(i, frame(i, b"", [b"x" * 200_000])))
         ends[1].close()
         end = time.monotonic() + 10
         while not broken and time.monotonic() < end:
             time.sleep(0.01)
         (unsent,) = broken
         assert unsent == list(range(unsent[0], 10))
-        assert 0 < unsent[0] < 10  # what was sent in part is not among them
-        outbox.send(11, to_parts(11, frame(11)))
+        assert 0 < unsent[0] < 10  # a message that was sent in part is not among them
+        send_queue.send(11, to_parts(11, frame(11)))
         assert broken[1:] == [[11]]
 
 
-def greet(callee, caller):
+def shake_hands(callee, caller):
     """Run the handshake; return the last bytes that the callee received."""
     challenge = callee.receive(caller.hello)
     callee.receive(caller.receive(challenge))
 
 
-class TestGreeting:
-    def test_members_let_one_another_in(self):
+class TestHandshake:
+    def test_members_accept_one_another(self):
         callee = ServerHandshake(SECRET, "bob")
-        greet(callee, ClientHandshake(SECRET, "alice", "bob"))
+        shake_hands(callee, ClientHandshake(SECRET, "alice", "bob"))
         assert callee.done
 
     def test_it_may_come_byte_by_byte(self):
