@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["OneShot", "Promise", "resolved"]
+__all__ = ["OneShot", "Promise"]
 
 T = TypeVar("T")
 
@@ -127,10 +127,3 @@ class Promise(OneShot[T]):
             TimeoutError: it was not set in time.
         """
         return self.wait_value(timeout)
-
-
-def resolved(value: T) -> Promise[T]:
-    """Return a promise whose value is set."""
-    promise: Promise[T] = Promise()
-    promise._value = value
-    return promise

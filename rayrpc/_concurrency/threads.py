@@ -12,7 +12,7 @@ __all__ = ["Slots", "ThreadCache"]
 
 logger = logging.getLogger(__name__)
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 # If no thread takes a queued task for this long, another thread starts.
 STALL_SECONDS = 0.005

@@ -21,7 +21,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._protocol.transport import Pending, void
+from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.context import Handle
@@ -342,7 +342,7 @@ class Caller:
     def _fail(self, call_id: int, error: BaseException) -> None:
         call = self._open.pop(call_id, None)
         if call is not None:
-            self.threads.submit(lambda: void(call.done(Error(error))))
+            self.threads.submit(lambda: call.done(Error(error)))
 
     def finish(self, call: _OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
