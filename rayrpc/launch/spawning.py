@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import (
 
 from rayrpc import config
 from rayrpc._transports.ray.cluster import connect
-from rayrpc._transports.ray.transport import cause_of
+from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.launch.hosted import Ended, HostedWorker, start_hosted
 from rayrpc.launch.output import follow
 from rayrpc.launch.placement import (

@@ -7,7 +7,9 @@ In the order in which a worker meets them:
     directory       the directory actor of a group, and its client ``RayDirectory``
     endpoint        addresses, the wire form, the endpoint of a hosted worker
     relay           the relay actor: the endpoint of an attached process
+    relay_client    an attached process's side of its relay: polls, serves, sends results
     transport       ``RayTransport``: calls peers' endpoints, serves this worker's own
+    ray_errors      Ray's errors as errors of rayrpc
 
     caller ──handle(wire)──> endpoint of the callee ──> callee
     caller <──────────── its return value, or a later deliver(call_id, wire)

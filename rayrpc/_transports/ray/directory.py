@@ -31,7 +31,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._protocol.membership import Admitted, Change, Decision, Group, Member, Snapshot
 from rayrpc._protocol.transport import Directory
-from rayrpc._transports.ray.transport import cause_of
+from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.errors import GroupError
 
 __all__ = ["DirectoryActor", "RayDirectory"]

@@ -7,22 +7,15 @@ one, else by the ref's completion callback; no polling, no thread per call.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import re
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import (
-    ActorUnavailableError,
     GetTimeoutError,
-    RayActorError,
     RayError,
-    RayTaskError,
 )
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
@@ -40,50 +33,17 @@ from rayrpc._transports.ray.endpoint import (
     hosted_endpoint,
     to_wire,
 )
+from rayrpc._transports.ray.ray_errors import translate
 from rayrpc._transports.ray.relay import RELAY_GROUPS, Relay
-from rayrpc.errors import CallError, CallLostError, WorkerDiedError
+from rayrpc._transports.ray.relay_client import RelayClient
+from rayrpc.errors import CallError, WorkerDiedError
 
-__all__ = ["RayTransport", "cause_of"]
+__all__ = ["RayTransport"]
 
 logger = logging.getLogger(__name__)
 
 # How long a closing worker waits until its last replies are sent.
 CLOSE_SECONDS = 1.0
-
-
-def cause_of(error: BaseException) -> str:
-    """Return Ray's reason for the death of an actor, in one line."""
-    text = " ".join(_plain(error).split())
-    if "owner has died" in text:
-        return "its process died, or exited without shutdown()"
-    if "ray.kill" in text:
-        return "it was ended by ray.kill or by the process that started it"
-    if "node has died" in text or "node was dead" in text:
-        return "its node died"
-    detail = re.search(r"exit detail: (.*?\.)(?: |$)", text)
-    if detail:
-        return f"its process died: {detail.group(1)}"
-    found = re.search(r"because (.*)", text)
-    return (found.group(1) if found else text)[:300].strip()
-
-
-def _plain(error: BaseException) -> str:
-    return re.sub(r"\x1b\[\d+m", "", str(error))
-
-
-def translate(peer: Member, error: BaseException) -> CallError:
-    """Return the rayrpc error for an error of Ray on a call to ``peer``."""
-    if isinstance(error, RayTaskError):
-        return CallError(f"RPC worker {peer.name!r} could not handle a call: {_plain(error)}")
-    if isinstance(error, ActorUnavailableError):
-        return CallLostError(
-            f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
-            f"call: whether the function ran is not known ({cause_of(error)}). Call again if it "
-            "may run twice."
-        )
-    if isinstance(error, RayActorError):
-        return WorkerDiedError(peer.name, cause_of(error), peer.node)
-    return CallLostError(f"The reply of RPC worker {peer.name!r} was lost: {cause_of(error)}")
 
 
 class _RayPending(Pending):
@@ -151,12 +111,7 @@ class RayTransport(Transport):
         self._find: Callable[[int], Member | None] = lambda _: None
         self._serve: Serve | None = None
         self._replies = ExpectedReplies(lambda worker_id: self._find(worker_id))
-        self._lock = threading.Lock()
         self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
-        self._polling = 0
-        self._has_polled = False  # the relay has returned at least one frame
-        self._results: deque[tuple[int, Wire]] = deque()  # on their way to the relay
-        self._is_giving = False
         self._handles: dict[str, Any] = {}  # of peers' endpoints, by token
         self._plain = through_client()
         endpoint = hosted_endpoint()
@@ -165,7 +120,10 @@ class RayTransport(Transport):
             self._address = Address(self._hosted.name, namespace)
         else:
             self._address = Address(f"{worker}#{token}", namespace)
-            self._relay = self._start_relay(worker, joined())
+            relay = self._start_relay(worker, joined())
+            self._relay = RelayClient(
+                relay, self._plain, self._threads, self.on_reply, self.send_reply
+            )
 
     def _start_relay(self, worker: str, joined: Any) -> Any:
         options: dict[str, Any] = {}
@@ -203,7 +161,7 @@ class RayTransport(Transport):
         if self._hosted is not None:
             self._hosted.attach(self)
         else:
-            self._start_poller()
+            self._relay.start(serve)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         try:
@@ -238,10 +196,7 @@ class RayTransport(Transport):
             self._hosted.detach()
             self._hosted.watch.release(self._token)
         elif ray.is_initialized():
-            if self._has_polled:  # else no peer waits for a reply; the relay may not run yet
-                with contextlib.suppress(RayError):
-                    ray.get(self._relay.close.remote(self._token, CLOSE_SECONDS))
-            ray.kill(self._relay)
+            self._relay.close(self._token, CLOSE_SECONDS)
         self._threads.close()
 
     # -- replies apart from their calls --------------------------------------------------------
@@ -277,91 +232,3 @@ class RayTransport(Transport):
             reply.on_done(lambda late: self._threads.submit(lambda: self.send_reply(frame, late)))
             return DEFERRED
         return to_wire(reply, plain=isinstance(wire, tuple))
-
-    def _start_poller(self) -> None:
-        self._polling += 1
-        self._threads.submit(self._poll)
-
-    def _poll(self) -> None:
-        """Take frames from the relay and serve them, until two other threads do."""
-        results: list[tuple[int, Wire]] = []
-        while not self._closed:
-            try:
-                items = ray.get(self._relay.exchange.remote(results))
-            except RayActorError:
-                if not self._closed:
-                    logger.error("the relay of this worker is gone: no peer can reach it")
-                return
-            except SystemExit:  # what Ray raises in its users' threads
-                if not self._closed:
-                    logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
-                return
-            except Exception:
-                if not self._closed:
-                    raise
-                return
-            self._has_polled = True
-            with self._lock:
-                self._polling -= 1
-                alone = self._polling == 0
-            if alone and not self._closed:
-                self._start_poller()
-            results = []
-            last = len(items) - 1
-            for position, (kind, number, wire) in enumerate(items):
-                if kind == "reply":
-                    self.on_reply(number, wire)
-                elif position < last:
-                    self._threads.submit(functools.partial(self._take, number, wire, None))
-                else:
-                    self._take(number, wire, results)
-            with self._lock:
-                enough = self._polling >= 2
-                if not enough:
-                    self._polling += 1
-                    results += self._results
-                    self._results.clear()
-            if enough:
-                for result in results:
-                    self._give(*result)
-                return
-
-    def _take(self, number: int | None, wire: Wire, results: list[tuple[int, Wire]] | None) -> None:
-        """Serve a frame; append its reply to ``results`` for the next exchange, or send it."""
-        assert self._serve is not None
-        frame = from_wire(wire)
-        reply = served(self._serve, frame)
-        if isinstance(reply, Deferred):
-            reply.on_done(
-                lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
-            )
-        elif number is not None and results is not None:
-            results.append((number, to_wire(reply, self._plain)))
-        else:
-            self._reply(frame, number, reply)
-
-    def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
-        if number is None:
-            self.send_reply(frame, reply)
-        else:
-            self._give(number, to_wire(reply, self._plain))
-
-    def _give(self, number: int, wire: Wire) -> None:
-        """Send a result to the relay, together with those that are added meanwhile."""
-        with self._lock:
-            self._results.append((number, wire))
-            if self._is_giving:
-                return
-            self._is_giving = True
-        self._threads.submit(self._give_all)
-
-    def _give_all(self) -> None:
-        while True:
-            with self._lock:
-                results = list(self._results)
-                self._results.clear()
-                if not results or self._closed:
-                    self._is_giving = False
-                    return
-            with contextlib.suppress(RayError):  # the relay has ended, and the calls with it
-                ray.get(self._relay.give.remote(results))

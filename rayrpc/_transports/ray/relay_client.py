@@ -1,0 +1,227 @@
+"""The attached process's side of its relay: take calls by long poll, send results back.
+
+Each thread that polls is in one of two states:
+
+    EXCHANGING ── the relay returns frames ──> SERVING ── fewer than two exchange ──> EXCHANGING
+                                                  └────── two others exchange ──────> ended
+
+A thread serves the last frame of an exchange itself, and takes its result along with its next
+exchange.  If no thread exchanges while it serves, it starts another, so that the relay never waits.
+
+Results that no exchange takes along are sent by one thread at a time:
+
+    IDLE ── add ──> SENDING ── add ──> SENDING ── the queue is empty ──> IDLE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Deferred, Serve, served
+from rayrpc._transports.ray.endpoint import Wire, from_wire, to_wire
+
+__all__ = ["PollSchedule", "RelayClient", "ResultQueue"]
+
+logger = logging.getLogger(__name__)
+
+MAX_EXCHANGES = 2
+
+#: the number of a held call, and its reply
+Result = tuple[int, Wire]
+
+
+class PollSchedule:
+    """Count the threads that exchange with the relay; see the states above.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._exchanging = 0
+
+    def begin(self) -> bool:
+        """Enter EXCHANGING; return False if enough threads exchange."""
+        with self._lock:
+            if self._exchanging >= MAX_EXCHANGES:
+                return False
+            self._exchanging += 1
+            return True
+
+    def end(self) -> bool:
+        """Leave EXCHANGING; return True if no thread is left there, and one has to start."""
+        with self._lock:
+            self._exchanging -= 1
+            return self._exchanging == 0
+
+
+class ResultQueue:
+    """Queue results for the relay; see the states above.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: list[Result] = []
+        self._is_sending = False
+
+    def add(self, result: Result) -> bool:
+        """Queue a result; return True if the caller has to start a sender."""
+        with self._lock:
+            self._results.append(result)
+            starts = not self._is_sending
+            self._is_sending = True
+            return starts
+
+    def take(self) -> list[Result]:
+        """Return all results, for an exchange."""
+        with self._lock:
+            results, self._results = self._results, []
+            return results
+
+    def take_to_send(self) -> list[Result]:
+        """Return all results, for the sender; if there are none, it has ended."""
+        with self._lock:
+            results, self._results = self._results, []
+            self._is_sending = bool(results)
+            return results
+
+
+class RelayClient:
+    """Serve the calls that a relay receives.
+
+    Args:
+        relay: handle of the relay.
+        plain (bool): this process uses Ray Client.
+        threads (ThreadCache): poll, serve and send.
+        on_reply (Callable): called with the id and the late reply of a call of this process.
+        send_reply (Callable): sends the reply to a deferred call: the request, then the reply.
+    """
+
+    def __init__(
+        self,
+        relay: Any,
+        plain: bool,
+        threads: ThreadCache,
+        on_reply: Callable[[int, Wire], None],
+        send_reply: Callable[[Frame, Frame], None],
+    ) -> None:
+        self._relay = relay
+        self._plain = plain
+        self._threads = threads
+        self._on_reply = on_reply
+        self._send_reply = send_reply
+        self._serve: Serve | None = None
+        self._schedule = PollSchedule()
+        self._results = ResultQueue()
+        self._has_polled = False
+        self._closed = False
+
+    def start(self, serve: Serve) -> None:
+        """Serve calls from now on."""
+        self._serve = serve
+        self._start_poller()
+
+    def close(self, token: str, timeout: float) -> None:
+        """Stop polling, and end the relay.
+
+        Args:
+            token: of this worker's membership.
+            timeout: how long the relay waits for the results of held calls, in seconds.
+        """
+        self._closed = True
+        if self._has_polled:  # else no peer waits for a reply; the relay may not run yet
+            with contextlib.suppress(RayError):
+                ray.get(self._relay.close.remote(token, timeout))
+        ray.kill(self._relay)
+
+    # -- polling ------------------------------------------------------------------------------
+
+    def _start_poller(self) -> None:
+        if self._schedule.begin():
+            self._threads.submit(self._poll)
+
+    def _poll(self) -> None:
+        results: list[Result] = []
+        while not self._closed:
+            items = self._exchange(results)
+            if items is None:
+                return
+            self._has_polled = True
+            if self._schedule.end() and not self._closed:
+                self._start_poller()
+            results = self._serve_all(items)
+            if not self._schedule.begin():
+                for result in results:
+                    self._send_result(result)
+                return
+            results += self._results.take()
+
+    def _exchange(self, results: list[Result]) -> list[tuple[str, int | None, Wire]] | None:
+        """Send results and wait for frames; return None if there will be none."""
+        try:
+            items: list[tuple[str, int | None, Wire]] = ray.get(
+                self._relay.exchange.remote(results)
+            )
+            return items
+        except RayActorError:
+            if not self._closed:
+                logger.error("the relay of this worker is gone: no peer can reach it")
+        except SystemExit:  # what Ray raises in its users' threads
+            if not self._closed:
+                logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
+        except Exception:
+            if not self._closed:
+                raise
+        return None
+
+    # -- serving ------------------------------------------------------------------------------
+
+    def _serve_all(self, items: list[tuple[str, int | None, Wire]]) -> list[Result]:
+        """Serve frames, the last one in this thread; return its result, if it has one now."""
+        results: list[Result] = []
+        last = len(items) - 1
+        for position, (kind, number, wire) in enumerate(items):
+            if kind == "reply":
+                assert number is not None
+                self._on_reply(number, wire)
+            elif position < last:
+                self._threads.submit(functools.partial(self._serve_one, number, wire, None))
+            else:
+                self._serve_one(number, wire, results)
+        return results
+
+    def _serve_one(self, number: int | None, wire: Wire, results: list[Result] | None) -> None:
+        """Serve a frame; append its result to ``results`` for the next exchange, or send it."""
+        assert self._serve is not None
+        frame = from_wire(wire)
+        reply = served(self._serve, frame)
+        if isinstance(reply, Deferred):
+            reply.on_done(
+                lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
+            )
+        elif number is not None and results is not None:
+            results.append((number, to_wire(reply, self._plain)))
+        else:
+            self._reply(frame, number, reply)
+
+    def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
+        if number is None:
+            self._send_reply(frame, reply)
+        else:
+            self._send_result((number, to_wire(reply, self._plain)))
+
+    def _send_result(self, result: Result) -> None:
+        """Send a result, together with those that are added meanwhile."""
+        if self._results.add(result):
+            self._threads.submit(self._send_results)
+
+    def _send_results(self) -> None:
+        while not self._closed and (results := self._results.take_to_send()):
+            with contextlib.suppress(RayError):  # the relay has ended, and the calls with it
+                ray.get(self._relay.give.remote(results))
