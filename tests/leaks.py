@@ -59,9 +59,10 @@ PROCESSES_THAT_STAY = [
     (r".*torch_shm_manager.*", "one a process, until it ends"),
 ]
 
-# (pattern of a class's name, reason)
+# (pattern of a class and a name, reason)
 ACTORS_THAT_STAY = [
-    (r"DirectoryActor|.*Directory.*", "it stays some seconds for members that come late"),
+    (r"Directory\w* .*", "it stays some seconds for members that come late"),
+    (r"HostedWorker fork-\d+#.*", "the pool of tasks' workers replaces one that died"),
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -92,7 +93,7 @@ def _descriptors() -> dict[tuple[int, str], str]:
 
 
 def _processes() -> dict[int, str]:
-    """Map the children of this process, less those that only wait to be reaped."""
+    """Return the children of this process, each with no description yet."""
     found = {}
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread has just ended
@@ -207,33 +208,32 @@ def _new_processes(before: Snapshot, now: Snapshot) -> Iterator[str]:
 
 def _new_actors(before: Snapshot, now: Snapshot) -> Iterator[str]:
     for key in now.actors.keys() - before.actors.keys():
-        if not _matches(now.actors[key].split()[0], ACTORS_THAT_STAY):
+        if not _matches(now.actors[key], ACTORS_THAT_STAY):
             yield f"actor {now.actors[key]}"
 
 
 def _new_segments(before: Snapshot, now: Snapshot) -> Iterator[str]:
     for name in now.segments.keys() - before.segments.keys():
-        if not _is_foreign(name):
+        if name not in _foreign and not _is_ours(name):
+            _foreign.add(name)
+        if name not in _foreign:
             yield f"shared memory {name}"
 
 
 _foreign: set[str] = set()
 
 
-def _is_foreign(segment: str) -> bool:
-    """Return whether a process that these tests did not start has a segment mapped."""
-    if segment in _foreign:
+def _is_ours(segment: str) -> bool:
+    """Return whether these tests use a segment, and not another program on this machine."""
+    if f"_{os.getpid()}_" in segment:
         return True
-    mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR', '')}\0".encode()  # this session's alone
+    session = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR', '')}\0".encode()  # this session's alone
     path = f"{SHARED_MEMORY}/{segment}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_mapped = path in (folder / "maps").read_bytes()
-            if is_mapped and mine not in (folder / "environ").read_bytes():
-                if int(folder.name) == os.getpid():  # its variable was set after it started
-                    return False
-                _foreign.add(segment)
-                return True
+            if path in (folder / "maps").read_bytes():
+                environment = (folder / "environ").read_bytes()
+                return session in environment or int(folder.name) == os.getpid()
     return False
 
 

@@ -197,8 +197,9 @@ class TestErrors:
             rpc.rpc_sync(to, targets.whoami)
 
     def test_what_cannot_be_called_is_a_type_error(self, workers):
+        not_callable: Any = 5
         with pytest.raises(TypeError, match="function should be callable"):
-            rpc.rpc_sync("alice", 5)
+            rpc.rpc_sync("alice", not_callable)
 
     @pytest.mark.parametrize(("timeout", "error"), [(-5, ValueError), ("1", TypeError)])
     def test_a_wrong_timeout_is_refused(self, workers, timeout, error):

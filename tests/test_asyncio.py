@@ -1,5 +1,8 @@
 """asyncio: Futures in ``await``, async functions as targets of calls."""
 
+# torch's stubs know no ``await`` of a Future: rayrpc adds it
+# mypy: disable-error-code="misc,call-overload"
+
 import asyncio
 import os
 import signal

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -81,7 +82,7 @@ def test_an_actor_is_found(ray_cluster):
         class Left:  # by value: the actors do not have this file's folder
             pass
 
-        actor = ray.remote(Left).remote()
+        actor: Any = ray.remote(Left).remote()
         ray.get(actor.__ray_ready__.remote(), timeout=60)
         return actor
 

@@ -10,6 +10,7 @@ import contextlib
 import sys
 import threading
 import time
+from typing import Any
 
 SAVE_SECONDS = 1.0
 
@@ -23,9 +24,10 @@ def _save(coverage):
 
 def _trace_threads_of_ray():
     """Let each thread that runs an actor's method be traced from there on."""
-    from ray._private.function_manager import FunctionActorManager
+    from ray._private import function_manager
 
-    make = FunctionActorManager._make_actor_method_executor
+    manager: Any = function_manager.FunctionActorManager
+    make = manager._make_actor_method_executor
 
     def make_traced(self, method_name, method):
         execute = make(self, method_name, method)
@@ -37,10 +39,10 @@ def _trace_threads_of_ray():
                 sys.settrace(threading.gettrace())
             return execute(*args, **kwargs)
 
-        traced.name, traced.method = execute.name, execute.method
+        vars(traced).update(vars(execute))  # what Ray notes about it
         return traced
 
-    FunctionActorManager._make_actor_method_executor = make_traced
+    manager._make_actor_method_executor = make_traced
 
 
 def _start():
