@@ -41,6 +41,8 @@ if SITE:
 
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
+# Fixtures of modules that start processes when tests ask for them: only the module is checked.
+GROWING_FIXTURES = {"puppet_pool"}
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 
 
@@ -145,7 +147,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if is_unit and (_started or leaks.ray_is_on() > had_ray):
         what = ", ".join(_started) or "Ray"
         pytest.fail(f"a unit test started {what}: give it the marker it needs", pytrace=False)
-    _check_leaks(before, "the test")
+    if GROWING_FIXTURES.isdisjoint(request.fixturenames):
+        _check_leaks(before, "the test")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -65,6 +65,9 @@ ACTORS_THAT_STAY = [
     (r"HostedWorker fork-\d+#.*", "the pool of tasks' workers replaces one that died"),
 ]
 
+# rpc.shutdown() ends the workers that the agent started.
+ACTORS_OF_AN_AGENT = [(r"HostedWorker .*", "the agent still runs")]
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -207,8 +210,9 @@ def _new_processes(before: Snapshot, now: Snapshot) -> Iterator[str]:
 
 
 def _new_actors(before: Snapshot, now: Snapshot) -> Iterator[str]:
+    may_stay = ACTORS_THAT_STAY + (ACTORS_OF_AN_AGENT if _agent_runs() else [])
     for key in now.actors.keys() - before.actors.keys():
-        if not _matches(now.actors[key], ACTORS_THAT_STAY):
+        if not _matches(now.actors[key], may_stay):
             yield f"actor {now.actors[key]}"
 
 
