@@ -138,6 +138,8 @@ def _check_leaks(before: leaks.Snapshot, where: str) -> None:
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves something behind, or that is a ``unit`` test and starts something."""
     is_unit = request.node.get_closest_marker("unit") is not None
+    if request.node.get_closest_marker("ray") is not None:
+        request.getfixturevalue("ray_cluster")  # else the first test to ask would leave it behind
     had_ray = leaks.ray_is_on()
     _started.clear()
     before = leaks.snapshot()
