@@ -14,15 +14,15 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch.futures import Future, collect_all
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
 
-__all__ = ["Future", "as_completed", "collect_all", "make_awaitable", "wait_all"]
+__all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
 
 T = TypeVar("T")
@@ -89,10 +89,10 @@ class as_completed(Generic[T]):
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._on_each_done(done.put)
         release_reader()
-        left = self._left()
+        deadline = Deadline(self._timeout)
         for count in range(len(self._futures)):
             try:
-                yield done.get(timeout=left())
+                yield done.get(timeout=deadline.remaining())
             except queue.Empty:
                 raise self._timed_out(count) from None
 
@@ -100,10 +100,10 @@ class as_completed(Generic[T]):
         loop = asyncio.get_running_loop()
         done: asyncio.Queue[Any] = asyncio.Queue()
         self._on_each_done(lambda future: _soon(loop, done.put_nowait, future))
-        left = self._left()
+        deadline = Deadline(self._timeout)
         for count in range(len(self._futures)):
             try:
-                future = await asyncio.wait_for(done.get(), left())
+                future = await asyncio.wait_for(done.get(), deadline.remaining())
             except asyncio.TimeoutError:
                 raise self._timed_out(count) from None
             yield future
@@ -112,13 +112,6 @@ class as_completed(Generic[T]):
         for future in self._futures:
             # a callback gets another object for the same Future
             future.add_done_callback(functools.partial(_call_with, done, future))
-
-    def _left(self) -> Callable[[], float | None]:
-        timeout = self._timeout
-        if timeout is None:
-            return lambda: None
-        end = time.monotonic() + timeout
-        return lambda: max(0.0, end - time.monotonic())
 
     def _timed_out(self, count: int) -> TimeoutError:
         return TimeoutError(

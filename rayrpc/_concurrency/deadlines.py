@@ -44,6 +44,11 @@ class Deadline:
         """Return the seconds that are left, never below 0; None: without limit."""
         return None if self._end is None else max(0.0, self._end - self._clock())
 
+    def within(self, seconds: float) -> float:
+        """Return the seconds that are left, ``seconds`` at most: for waits in short steps."""
+        remaining = self.remaining()
+        return seconds if remaining is None else min(seconds, remaining)
+
     @property
     def expired(self) -> bool:
         """Tell whether no time is left."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
@@ -265,12 +266,14 @@ class Agent:
         Raises:
             GroupError: a member did not report in time.
         """
-        end = time.monotonic() + timeout if timeout else None
+        deadline = Deadline(timeout or None)
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
             self.drain(timeout)
-            left = None if end is None else max(MIN_SYNC_SECONDS, end - time.monotonic())
+            left = deadline.remaining()
+            if left is not None:
+                left = max(MIN_SYNC_SECONDS, left)
             mine = (self.caller.sent, self.callee.served)
             tag = f"join-{self._joins}-{round_number}"
             reports = self._directory.sync(tag, mine, left)
@@ -289,9 +292,9 @@ class Agent:
         Raises:
             GroupError: it still does after that.
         """
-        end = time.monotonic() + timeout if timeout else None
+        deadline = Deadline(timeout or None)
         while self.caller.active or self.callee.active:
-            if end is not None and time.monotonic() > end:
+            if deadline.expired:
                 raise GroupError(
                     f"RPC worker {self.info.name!r} still has calls under way after {timeout} s: "
                     f"{self.caller.active} of its own, {self.callee.active} of others"

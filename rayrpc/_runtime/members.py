@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc.errors import RpcError, WorkerDiedError
@@ -162,11 +162,10 @@ class Members:
         Returns:
             False if it did not become true in time.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._changed:
             while not ready():
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
+                if deadline.expired:
                     return False
-                self._changed.wait(left)
+                self._changed.wait(deadline.remaining())
         return True

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import pickle
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from threading import Thread
@@ -23,6 +21,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from rayrpc import config
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.launch.hosted import Ended, HostedWorker, start_hosted
@@ -113,12 +112,12 @@ class RankContext:
 
     def _wait(self, timeout: float | None) -> list[ray.ObjectRef[Ended]]:
         """Return the results that are there, as soon as there is one."""
-        remaining = _count_down(timeout)
+        deadline = Deadline(timeout)
         while True:
-            left = remaining()
             # not all of it at once: between waits, Python handles a Ctrl-C whatever Ray does
-            ready, _ = ray.wait(list(self._rank_of), timeout=min(left, WAIT_SECONDS))
-            if ready or left <= WAIT_SECONDS:
+            step = deadline.within(WAIT_SECONDS)
+            ready, _ = ray.wait(list(self._rank_of), timeout=step)
+            if ready or deadline.expired:
                 return list(ready)
 
     def _check(self, rank: int, ref: ray.ObjectRef[Ended], grace_period: float | None) -> None:
@@ -156,15 +155,9 @@ class RankContext:
         for actor in self._actors:
             ray.kill(actor)
         release_placement(self._options)
-        remaining = _count_down(OUTPUT_SECONDS)
+        deadline = Deadline(OUTPUT_SECONDS)
         for output in self._outputs:
-            output.join(remaining())
-
-
-def _count_down(timeout: float | None) -> Callable[[], float]:
-    """Return a function of the seconds that are left: infinity without a timeout, 0 at the end."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    return lambda: max(0.0, end - time.monotonic())
+            output.join(deadline.remaining())
 
 
 @overload

@@ -128,3 +128,12 @@ class TestDeadlineThread:
         assert thread._thread is not None
         thread._thread.join(10)
         assert not thread._thread.is_alive() and expired == []
+
+
+def test_a_step_is_no_longer_than_what_is_left():
+    now = [0.0]
+    deadline = Deadline(3.0, clock=lambda: now[0])
+    assert deadline.within(2.0) == 2.0
+    now[0] = 2.5
+    assert deadline.within(2.0) == 0.5
+    assert Deadline(None).within(2.0) == 2.0

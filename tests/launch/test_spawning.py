@@ -1,7 +1,6 @@
 """``rayrpc.spawn``, in torch's place and by itself: where ranks run, and how they end."""
 
 import inspect
-import math
 import multiprocessing
 import pickle
 import time
@@ -22,17 +21,6 @@ pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 def module_main(rank):
     pass
-
-
-def test_time_counts_down_to_zero(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    remaining, endless = spawning._count_down(3.0), spawning._count_down(None)
-    assert (remaining(), endless()) == (3.0, math.inf)
-    now = 102.0
-    assert remaining() == 1.0
-    now = 200.0
-    assert (remaining(), endless()) == (0.0, math.inf)
 
 
 def test_a_main_pickles_by_reference_where_it_can():

@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 
 from torch.futures import Future
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import Control, Fork
@@ -215,7 +216,7 @@ class RRefContext:
         Returns:
             False if an owner did not confirm in time.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         for fork in forks:
             with self._lock:
                 if self._table.is_confirmed(fork.fork_id):
@@ -223,7 +224,7 @@ class RRefContext:
                 event = threading.Event()
                 self._unconfirmed.setdefault(fork.fork_id, []).append(event)
             release_reader()
-            if not event.wait(None if end is None else max(0.0, end - time.monotonic())):
+            if not event.wait(deadline.remaining()):
                 return False
         return True
 
@@ -285,14 +286,14 @@ class RRefContext:
         Returns:
             False if an owner did not acknowledge in time.
         """
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         while True:
             with self._lock:
                 self._table.drop_all()
                 done = not self._table.used and self._table.is_settled()
             if done:
                 return True
-            if time.monotonic() > end:
+            if deadline.expired:
                 logger.warning(
                     "owners of RRefs did not acknowledge their deletion in %s s, and keep the "
                     "values",
@@ -351,15 +352,15 @@ class RRefContext:
 
     def _delete_dropped(self) -> None:
         """Delete the forks of collected handles in batches, and retransmit."""
-        due = time.monotonic() + RETRANSMIT_SECONDS
+        next_turn = Deadline(RETRANSMIT_SECONDS)
         while not self._closed:
             forks = self._take_dropped()
-            is_due = time.monotonic() > due
+            is_due = next_turn.expired
             with self._lock:
                 for fork_id in forks:
                     self._table.drop(fork_id)
                 if is_due:
-                    due = time.monotonic() + RETRANSMIT_SECONDS
+                    next_turn = Deadline(RETRANSMIT_SECONDS)
                     self._table.retransmit()
             if (forks or is_due) and not self._closed:
                 self.flush()

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame
@@ -95,9 +96,9 @@ class DirectServer:
             timeout: how long to wait until the calls under way are replied to, in seconds.
         """
         self._close_listeners(Acceptor.close)
-        end = time.monotonic() + timeout
+        deadline = Deadline(timeout)
         connections = list(self._connections)
-        while any(c.is_busy for c in connections) and time.monotonic() < end:
+        while any(c.is_busy for c in connections) and not deadline.expired:
             time.sleep(0.002)
         for connection in connections:
             connection.close()

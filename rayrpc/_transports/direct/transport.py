@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
@@ -215,8 +216,8 @@ class DirectTransport(Transport):
 
     def _wait_loss(self, peer: Member) -> bool:
         """Wait whether the directory reports the loss of a peer; return True if it does."""
-        end = time.monotonic() + LOSS_SECONDS
-        while time.monotonic() < end:
+        deadline = Deadline(LOSS_SECONDS)
+        while not deadline.expired:
             now = self._find(peer.id)
             if now is None or now.token != peer.token:
                 return True
@@ -237,21 +238,21 @@ class DirectTransport(Transport):
             EOFError: it closed the connection.
             AuthenticationError: the callee is not the peer.
         """
-        deadline = time.monotonic() + CONNECT_SECONDS
+        deadline = Deadline(CONNECT_SECONDS)
         tries = 0
         while True:
             try:
                 return self._connect_once(peer, deadline)
             except BlockingIOError:  # the listener's queue is full
-                if time.monotonic() > deadline:
+                if deadline.expired:
                     raise
             except (OSError, EOFError, AuthenticationError):
                 tries += 1
-                if tries == CONNECT_TRIES or time.monotonic() > deadline:
+                if tries == CONNECT_TRIES or deadline.expired:
                     raise
             time.sleep(0.02)
 
-    def _connect_once(self, peer: Member, deadline: float) -> socket.socket:
+    def _connect_once(self, peer: Member, deadline: Deadline) -> socket.socket:
         to: DirectAddress = peer.address
         if self._is_near(to):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -261,7 +262,7 @@ class DirectTransport(Transport):
             connection = socket.socket(family, socket.SOCK_STREAM)
             address = (to.host, to.port)
         try:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            connection.settimeout(max(0.001, deadline.within(CONNECT_SECONDS)))
             connection.connect(address)  # type: ignore[arg-type]
             handshake = ClientHandshake(self._secret, self._token, peer.token)
             connection.sendall(handshake.hello)

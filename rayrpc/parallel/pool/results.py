@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
 from multiprocessing import TimeoutError as PoolTimeoutError
 from typing import Any, Generic, TypeVar
+
+from rayrpc._concurrency.deadlines import Deadline
 
 __all__ = ["AsyncResult", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
 
@@ -215,17 +216,16 @@ class IMapIterator(Generic[T]):
             multiprocessing.TimeoutError: the task did not end in time.
             Exception: what the task raised; the next call goes on with the element after it.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         with self._changed:
             while not self._ready:
                 if self._taken == self._length:
                     raise StopIteration
                 if self._error is not None:
                     raise self._error
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
+                if deadline.expired:
                     raise PoolTimeoutError(f"no result came in {timeout} s; it may still do")
-                self._changed.wait(left)
+                self._changed.wait(deadline.remaining())
             success, value = self._ready.popleft()
             self._taken += 1
         if success:
