@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.futures import Future
@@ -21,13 +21,10 @@ from torch.futures import Future
 from rayrpc._autograd.context import DistAutogradContext, MessageKey
 from rayrpc._autograd.functions import Recorder, attach_received
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 from rayrpc._runtime.invocation import Invocation
-from rayrpc.errors import RpcError
-
-if TYPE_CHECKING:
-    from rayrpc._runtime.agent import Agent
-    from rayrpc.errors import WorkerDiedError
+from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = [
     "ContextFuture",

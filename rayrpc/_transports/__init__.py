@@ -21,13 +21,9 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rayrpc._protocol.transport import Directory, Transport
+from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
-
-if TYPE_CHECKING:
-    from rayrpc._protocol.transport import Directory, Transport
-    from rayrpc.config import Settings
 
 __all__ = ["open_transport"]
 
@@ -50,6 +46,7 @@ def open_transport(
         ClusterError: no Ray cluster can be reached or started.
         GroupError: the directory cannot be reached or started.
     """
+    # imported here: Ray takes long to load, and what it loads depends on the cluster
     from rayrpc._transports.ray.cluster import connect, through_client
 
     connect(settings)
