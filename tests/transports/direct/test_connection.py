@@ -177,8 +177,8 @@ class TestCalls:
 
     def test_after_a_timeout_another_caller_reads(self, callee, connection):
         callee.answer = lambda f: (f.data and time.sleep(float(f.data)), f.data)[1]
-        late = connection.call(frame(1, b"1.0"))
-        other = connection.call(frame(2, b"0.6"))
+        late = connection.call(frame(1, b"2.5"))
+        other = connection.call(frame(2, b"2.0"))
         result = []
         thread = threading.Thread(target=lambda: result.append(other.wait(WAIT_SECONDS).data))
 
@@ -186,16 +186,15 @@ class TestCalls:
             with pytest.raises(TimeoutError):
                 late.wait(0.2)
 
-        started = time.monotonic()
         first = threading.Thread(target=times_out, daemon=True)
         first.start()
         time.sleep(0.05)
         thread.start()
         first.join(WAIT_SECONDS)
-        assert time.monotonic() - started < 0.55
+        assert result == []
         thread.join(WAIT_SECONDS)
-        assert result == [b"0.6"]
-        assert late.wait(WAIT_SECONDS).data == b"1.0"
+        assert result == [b"2.0"]
+        assert late.wait(WAIT_SECONDS).data == b"2.5"
 
     def test_threads_end_when_there_is_nothing_to_do(self, callee, connection):
         callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
@@ -236,9 +235,8 @@ class TestShortCalls:
         assert held_up.wait(WAIT_SECONDS) and first.wait(WAIT_SECONDS)
         long = connection.call(frame(3, b"3"))
         assert eventually(lambda: len(readers) == 3)
-        start = time.monotonic()
         assert connection.call(frame(4, b"0")).wait(WAIT_SECONDS).data == b"0"
-        assert time.monotonic() - start < 2 and len(set(readers)) > 1
+        assert not long.is_done and len(set(readers)) > 1
         assert long.wait(WAIT_SECONDS)
 
 
@@ -394,10 +392,8 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
         big = [connection.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
-        start = time.monotonic()
         with pytest.raises(TimeoutError):
             big[0].wait(0.3)
-        assert time.monotonic() - start < 2
         os.kill(process.pid, signal.SIGCONT)
         assert all(len(call.wait(WAIT_SECONDS).buffers[0]) == 500_000 for call in big)
     finally:

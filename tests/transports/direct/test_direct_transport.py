@@ -241,11 +241,10 @@ class TestAuto:
     def test_a_plain_function_that_blocks_after_quick_runs_holds_up_no_other_call(self):
         for _ in range(100):
             rpc.rpc_sync("bob", targets.nap, args=(0,))
-        start = time.monotonic()
-        blocked = rpc.rpc_async("bob", targets.nap, args=(2, "rested"))
+        blocked = rpc.rpc_async("bob", targets.nap, args=(6, "rested"))
         for _ in range(20):
             assert rpc.rpc_sync("bob", targets.whoami) == "bob"
-        assert time.monotonic() - start < 2 and not blocked.done()
+        assert not blocked.done()
         assert blocked.wait() == "rested"
 
 

@@ -144,11 +144,9 @@ class TestWriting:
 
     def test_a_peer_that_does_not_read_never_holds_the_sender(self, ends, threads):
         send_queue = SendQueue(ends[0], threads, lambda unsent: None)
-        start = time.monotonic()
         for i in range(40):
             send_queue.send(i, to_parts(i, frame(i, b"", [b"x" * 100_000])))
-        assert time.monotonic() - start < 2
-        assert not send_queue.is_empty
+        assert not send_queue.is_empty  # all were accepted before the peer has read any
         inbox = MessageReader(ends[1])
         assert [read(inbox).number for _ in range(40)] == list(range(40))
 
