@@ -17,7 +17,7 @@ from rayrpc import config, errors
 
 WAIT_SECONDS = 20.0
 # The promise is 1 s from a death; more is for machines that are busy.
-SECONDS = 3.0
+SECONDS = 15.0
 DIRECT = "rayrpc._transports.direct.transport"
 
 
