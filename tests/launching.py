@@ -139,7 +139,7 @@ def _run_probe(folder):
         if "fact [" in line:  # after a line without an end, too
             name, value = json.loads(line.partition("fact ")[2])
             facts[name] = value
-    run.process.stdout.close()
+    run.close()
     return facts
 
 

@@ -22,6 +22,8 @@ from rayrpc.futures import Future, as_completed, collect_all
 
 WAIT = 10
 
+rpc_async: Any = rpc.rpc_async  # its Futures can be awaited, which torch's types do not say
+
 
 def within(coroutine):
     async def limited():
@@ -63,7 +65,7 @@ async def meet(number):
 
 
 async def ask(to, func, *args):
-    return await rpc.rpc_async(to, func, args=args)
+    return await rpc_async(to, func, args=args)
 
 
 async def ask_blocking(to, func, *args):
@@ -87,9 +89,9 @@ async def later(x):
 
 
 async def two_steps(x, w, to):
-    y = await rpc.rpc_async(to, targets.step, args=(x, w))
+    y = await rpc_async(to, targets.step, args=(x, w))
     await asyncio.sleep(0.01)
-    return await rpc.rpc_async(to, targets.step, args=(y, w))
+    return await rpc_async(to, targets.step, args=(y, w))
 
 
 class Gate:
@@ -110,27 +112,27 @@ class Gate:
 class TestAwait:
     def test_a_future_gives_its_value(self, workers):
         async def main():
-            return await rpc.rpc_async("alice", torch.add, args=(torch.ones(2), 1))
+            return await rpc_async("alice", torch.add, args=(torch.ones(2), 1))
 
         assert torch.equal(within(main()), torch.full((2,), 2.0))
 
     def test_a_future_raises_its_error(self, workers):
         async def main():
-            await rpc.rpc_async("alice", targets.fail)
+            await rpc_async("alice", targets.fail)
 
         with pytest.raises(ValueError):
             within(main())
 
     def test_many_are_gathered(self, workers):
         async def main():
-            calls = [rpc.rpc_async("alice", targets.identity, args=(n,)) for n in range(100)]
+            calls = [rpc_async("alice", targets.identity, args=(n,)) for n in range(100)]
             return await asyncio.gather(*calls)
 
         assert within(main()) == list(range(100))
 
     def test_what_torch_makes_of_futures_can_be_awaited_too(self, workers):
         async def main():
-            future = rpc.rpc_async("alice", targets.identity, args=(1,))
+            future = rpc_async("alice", targets.identity, args=(1,))
             chained = await future.then(lambda done: done.wait() + 1)
             collected: Any = collect_all([future])
             (one,) = await collected

@@ -360,7 +360,7 @@ class TestContexts:
         rpc.start_workers(["carol", "dave"])
         names = ["alice", "bob", "carol", "dave"]
         x, w = leaves
-        before = None
+        before: list[int] = []
         for number in range(10_000):
             with autograd.context() as context_id:
                 here, there = names[number % 4], names[(number + 1) % 4]
@@ -441,7 +441,7 @@ class TestErrors:
             autograd._current_context()
         with autograd.context() as context_id:
             with pytest.raises(TypeError, match="incompatible function arguments"):
-                autograd.backward(context_id, None)
+                autograd.backward(context_id, None)  # type: ignore[arg-type]
             with pytest.raises(RuntimeError, match="No tensors provided"):
                 autograd.backward(context_id, [])
             with pytest.raises(RuntimeError, match="requires_grad not set on root"):

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def test_imports_of_all_forms_give_rayrpcs(installed):
     from torch.distributed.rpc import RRef, api, functions, init_rpc
     from torch.distributed.rpc.api import _all_gather
 
-    assert RRef is rayrpc.RRef and init_rpc is rayrpc.init_rpc and rpc.remote is rayrpc.remote
+    ours: Any = rayrpc
+    assert RRef is ours.RRef and init_rpc is rayrpc.init_rpc and rpc.remote is rayrpc.remote
     assert functions.async_execution is rayrpc.functions.async_execution
     assert api is rayrpc.api and _all_gather is rayrpc._all_gather
 
@@ -130,7 +132,8 @@ def test_tasks_of_torch_jit_are_replaced_if_that_is_asked_for():
 def test_the_compiler_of_torchscript_knows_our_rref(installed):
     import torch._jit_internal as jit_internal
 
-    assert jit_internal.RRef is rayrpc.RRef
+    ours: Any = rayrpc
+    assert jit_internal.RRef is ours.RRef
     assert jit_internal.is_rref(rayrpc.RRef[torch.Tensor])
 
 

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,10 +19,11 @@ from rayrpc.errors import ConfigError, RpcError
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = [field.name for field in dataclasses.fields(Settings)]
+TRAINER: Any = {"num_cpus": 2}  # a mapping becomes WorkerResources
 FULL = Settings(
     address="ray://head:10001",
     group="g",
-    workers={"ps": WorkerResources(1, 0.5, 10**9, {"disk": 1}), "trainer*": {"num_cpus": 2}},
+    workers={"ps": WorkerResources(1, 0.5, 10**9, {"disk": 1}), "trainer*": TRAINER},
     placement_strategy="SPREAD",
     runtime_env={"env_vars": {"A": "1"}, "working_dir": Path("code"), "pip": ("x", "y")},
     local_num_cpus=4,
@@ -294,10 +296,12 @@ def test_a_refusal_is_an_rpc_error_and_a_value_error():
 
 
 def test_settings_are_frozen():
+    frozen: Any = Settings()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().rpc_timeout = 1
+        frozen.rpc_timeout = 1
+    frozen = WorkerResources()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        WorkerResources().num_cpus = 1
+        frozen.num_cpus = 1
 
 
 def test_settings_do_not_change_with_what_they_were_made_from():
@@ -340,18 +344,21 @@ def test_a_worker_that_matches_nothing_has_nothing_set_aside():
 
 
 def test_the_last_pattern_that_matches_counts_as_a_whole():
-    made = Settings(workers={"*": {"num_cpus": 1, "memory": 5}, "train*": {"num_gpus": 1}})
+    workers: Any = {"*": {"num_cpus": 1, "memory": 5}, "train*": {"num_gpus": 1}}
+    made = Settings(workers=workers)
     assert made.resources_for("ps") == WorkerResources(num_cpus=1, memory=5)
     assert made.resources_for("trainer1") == WorkerResources(num_gpus=1)
 
 
 def test_an_exact_name_counts_over_every_pattern():
-    made = Settings(workers={"ps": {"num_cpus": 2}, "*": {"num_cpus": 1}})
+    workers: Any = {"ps": {"num_cpus": 2}, "*": {"num_cpus": 1}}
+    made = Settings(workers=workers)
     assert made.resources_for("ps").num_cpus == 2
 
 
 def test_a_name_that_looks_like_a_pattern_matches_itself():
-    made = Settings(workers={"ps[0]": {"num_cpus": 2}})
+    workers: Any = {"ps[0]": {"num_cpus": 2}}
+    made = Settings(workers=workers)
     assert made.resources_for("ps[0]").num_cpus == 2
     assert made.resources_for("ps0").num_cpus == 2
 

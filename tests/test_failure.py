@@ -52,7 +52,7 @@ def attached(folder: Path, *arguments: str) -> Iterator[Run]:
     finally:
         run.process.kill()
         run.end(10)
-        run.process.stdout.close()
+        run.close()
 
 
 @pytest.fixture(scope="module")

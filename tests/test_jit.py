@@ -143,7 +143,12 @@ class TestModules:
     def test_a_module_is_sent_once(self, model, x, monkeypatch):
         sent = []
         real = rpc.api.remote
-        monkeypatch.setattr(rpc.api, "remote", lambda *a, **k: sent.append(a[0]) or real(*a, **k))
+
+        def remote(*args, **kwargs):
+            sent.append(args[0])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(rpc.api, "remote", remote)
         with torch.no_grad():
             for _ in range(3):
                 for future in [jit.fork(model, x) for _ in range(4)]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -43,12 +44,12 @@ def _assert_none(found: Iterable[str]) -> None:
 
 def test_imports_keep_to_the_contracts():
     """The layers, no circles, and who may import Ray and torch: [tool.importlinter]."""
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _names_torch_c(node: ast.AST) -> bool:
+def _names_torch_c(node: ast.AST) -> TypeGuard[ast.expr | ast.stmt]:
     if isinstance(node, ast.Attribute):
         return ast.unparse(node) == "torch._C"
     if isinstance(node, ast.ImportFrom):

@@ -35,7 +35,7 @@ def training_of(rref):
 
 def test_without_rpc_it_cannot_be_made():
     with pytest.raises(AssertionError, match="only works in RPC"):
-        nn.RemoteModule("alice", dict)
+        nn.RemoteModule("alice", dict)  # type: ignore[arg-type]
 
 
 def test_forward_runs_where_the_module_lives(module):
@@ -91,7 +91,7 @@ def test_other_methods_of_modules_say_that_they_are_not_supported(module):
 
 
 def test_an_object_that_is_no_module_is_refused_when_it_is_used(workers):
-    module = nn.RemoteModule("alice", dict)
+    module = nn.RemoteModule("alice", dict)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"returns an instance of <class nn\.Module>"):
         module(1)
 

@@ -27,8 +27,8 @@ def test_the_defaults_are_torchs():
     ours, torchs = TensorPipeRpcBackendOptions(), TorchOptions()
     for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
         assert getattr(ours, name) == getattr(torchs, name), name
-    plain, torchs = RpcBackendOptions(), TorchBaseOptions()
-    assert (plain.rpc_timeout, plain.init_method) == (torchs.rpc_timeout, torchs.init_method)
+    plain, base = RpcBackendOptions(), TorchBaseOptions()
+    assert (plain.rpc_timeout, plain.init_method) == (base.rpc_timeout, base.init_method)
 
 
 def test_the_signature_is_torchs():

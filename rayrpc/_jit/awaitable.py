@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -128,6 +128,65 @@ class Await(Generic[W]):
         func = self._await_call[0]
         what = "failed" if outcome is not None else getattr(func, "__qualname__", "not computed")
         return f"<{type(self).__name__} {what}>"
+
+    if TYPE_CHECKING:  # the operators, for type checkers; ``_forward`` adds them
+        __add__: Any
+        __sub__: Any
+        __mul__: Any
+        __matmul__: Any
+        __truediv__: Any
+        __floordiv__: Any
+        __mod__: Any
+        __divmod__: Any
+        __pow__: Any
+        __lshift__: Any
+        __rshift__: Any
+        __and__: Any
+        __or__: Any
+        __xor__: Any
+        __radd__: Any
+        __rsub__: Any
+        __rmul__: Any
+        __rmatmul__: Any
+        __rtruediv__: Any
+        __rfloordiv__: Any
+        __rmod__: Any
+        __rdivmod__: Any
+        __rpow__: Any
+        __rlshift__: Any
+        __rrshift__: Any
+        __rand__: Any
+        __ror__: Any
+        __rxor__: Any
+        __lt__: Any
+        __le__: Any
+        __eq__: Any
+        __ne__: Any
+        __gt__: Any
+        __ge__: Any
+        __hash__: Any
+        __getitem__: Any
+        __setitem__: Any
+        __delitem__: Any
+        __contains__: Any
+        __len__: Any
+        __iter__: Any
+        __next__: Any
+        __reversed__: Any
+        __neg__: Any
+        __pos__: Any
+        __invert__: Any
+        __abs__: Any
+        __round__: Any
+        __index__: Any
+        __bool__: Any
+        __int__: Any
+        __float__: Any
+        __complex__: Any
+        __bytes__: Any
+        __enter__: Any
+        __exit__: Any
+        __array__: Any
 
 
 _set = object.__setattr__

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from graph_parts import accumulate_node, root, totals_of
+from graph_parts import accumulate_node, root, run_stage, totals_of
 
 from rayrpc._autograd.accumulate import LeafGradients, add, hooked_nodes, suspend_hooks
 from rayrpc._autograd.graph import ROOTS, GradGraph
@@ -18,7 +18,7 @@ class TestSums:
         for loss in losses:
             graph = GradGraph({ROOTS: root(loss)}, retain=True)
             graph.add_gradients(ROOTS, [torch.ones(())])
-            graph.run().leaves.accumulate_into(gradients, threading.Lock())
+            run_stage(graph).leaves.accumulate_into(gradients, threading.Lock())
         return gradients[leaf]
 
     @pytest.mark.parametrize("order", [(True, True), (True, False), (False, True)])

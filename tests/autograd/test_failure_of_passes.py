@@ -111,7 +111,7 @@ class TestDeaths:
         with autograd.context() as context_id:
             y = rpc.rpc_sync("carol", targets.step, args=(x, w))
             os.kill(doomed["carol"], signal.SIGKILL)
-            agent = rpc.api._get_current_rpc_agent()
+            agent = rpc._get_current_rpc_agent()
             assert eventually(lambda: "carol" not in [i.name for i in agent.get_worker_infos()])
             with pytest.raises(RuntimeError, match=r"carol|could not find destination"):
                 autograd.backward(context_id, [y.sum()])

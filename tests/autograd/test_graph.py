@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graph_parts import accumulate_node, entry, received, root, totals_of
+from graph_parts import accumulate_node, entry, received, root, run_stage, totals_of
 
 from rayrpc._autograd.graph import ROOTS, GradGraph
 
@@ -33,13 +33,13 @@ def run_alternating(weight, retain=False):
     graph = GradGraph({ROOTS: root(loss), 1: entry(first), 2: entry(second)}, retain)
     assert graph.run() is None
     graph.add_gradients(ROOTS, [torch.ones(())])
-    stage = graph.run()
+    stage = run_stage(graph)
     assert set(stage.exits) == {node2} and stage.leaves is None
     graph.add_gradients(2, [stage.exits[node2][0] * 3])
-    stage = graph.run()
+    stage = run_stage(graph)
     assert set(stage.exits) == {node1} and stage.leaves is None
     graph.add_gradients(1, [stage.exits[node1][0] * 5])
-    stage = graph.run()
+    stage = run_stage(graph)
     assert not stage.exits
     return totals_of(stage), whole
 
@@ -53,7 +53,12 @@ def test_a_part_runs_in_stages_and_yields_the_gradients_of_the_whole(weight):
 
 def test_hooks_of_a_leaf_get_its_whole_gradient_once(weight):
     seen = []
-    weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient.abs().sqrt())
+
+    def keep(gradient):
+        seen.append(gradient.clone())
+        return gradient.abs().sqrt()
+
+    weight.register_hook(keep)
     gradients, whole = run_alternating(weight)
     assert len(seen) == 1
     (expected,) = torch.autograd.grad(whole, weight)  # it runs the hook, too
@@ -126,7 +131,7 @@ def test_tensors_that_were_not_used_yield_nothing(weight):
     one, two, node = received(torch.rand(3, 3), torch.rand(3))
     graph = GradGraph({1: entry(weight * one, other * two)}, retain=False)
     graph.add_gradients(1, [torch.ones(3, 3), None])
-    stage = graph.run()
+    stage = run_stage(graph)
     assert list(stage.exits[node]) == [0]
     assert set(totals_of(stage)) == {weight}
 
@@ -135,7 +140,7 @@ def test_a_message_without_any_gradient_is_passed_on(weight):
     one, node = received(torch.rand(3, 3))
     graph = GradGraph({1: entry(weight * one)}, retain=False)
     graph.add_gradients(1, [None])
-    stage = graph.run()
+    stage = run_stage(graph)
     assert stage.exits == {node: {}} and totals_of(stage) == {}
 
 
@@ -143,7 +148,7 @@ def test_a_received_tensor_may_be_sent_on_as_it_is():
     one, node = received(torch.rand(3))
     graph = GradGraph({1: entry(one)}, retain=False)
     graph.add_gradients(1, [torch.full((3,), 7.0)])
-    torch.testing.assert_close(graph.run().exits[node][0], torch.full((3,), 7.0))
+    torch.testing.assert_close(run_stage(graph).exits[node][0], torch.full((3,), 7.0))
 
 
 def test_the_graph_is_kept_only_if_asked(weight):

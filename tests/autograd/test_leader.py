@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_parts import FakeWorker, entry, received, root
 
-from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import ROOTS
 from rayrpc._autograd.leader import AWAITING, DIRECT, QUEUEING, Leader
 from rayrpc._autograd.participant import (
@@ -20,7 +20,7 @@ from rayrpc._autograd.participant import (
 from rayrpc.errors import RpcError, WorkerDiedError
 
 ME, ALICE, BOB = 0, 1, 2
-ROOT_GRADIENTS = {ROOTS: [torch.ones(())]}
+ROOT_GRADIENTS: Gradients = {ROOTS: [torch.ones(())]}
 
 
 @pytest.fixture

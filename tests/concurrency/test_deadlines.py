@@ -52,7 +52,8 @@ class TestDeadline:
         assert deadline.remaining() is None and not deadline.expired
 
     def test_the_default_clock_is_monotonic(self):
-        assert 0 < Deadline(1000.0).remaining() <= 1000
+        remaining = Deadline(1000.0).remaining()
+        assert remaining is not None and 0 < remaining <= 1000
         assert Deadline(0.0).expired
 
 

@@ -98,8 +98,13 @@ class TestSlots:
         order = []
         assert slots.enter() and not slots.enter()
         done = threading.Event()
+
+        def second():
+            order.append("b")
+            done.set()
+
         slots.submit(lambda: order.append("a"))
-        slots.submit(lambda: (order.append("b"), done.set()))
+        slots.submit(second)
         assert slots.waiting == 2 and order == []
         slots.leave()
         assert done.wait(5) and order == ["a", "b"]

@@ -10,31 +10,32 @@ import contextlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 SAVE_SECONDS = 1.0
 
 
-def _save(coverage):
+def _save(coverage: Any) -> None:
     while True:
         time.sleep(SAVE_SECONDS)
         with contextlib.suppress(Exception):  # the process is ending
             coverage.save()
 
 
-def _trace_threads_of_ray():
+def _trace_threads_of_ray() -> None:
     """Let each thread that runs an actor's method be traced from there on."""
     from ray._private import function_manager
 
     manager: Any = function_manager.FunctionActorManager
     make = manager._make_actor_method_executor
 
-    def make_traced(self, method_name, method):
-        execute = make(self, method_name, method)
+    def make_traced(self: Any, method_name: str, method: Any) -> Callable[..., Any]:
+        execute: Any = make(self, method_name, method)
         if threading.gettrace() is None:
             return execute
 
-        def traced(*args, **kwargs):
+        def traced(*args: Any, **kwargs: Any) -> Any:
             if sys.gettrace() is None:
                 sys.settrace(threading.gettrace())
             return execute(*args, **kwargs)
@@ -45,7 +46,7 @@ def _trace_threads_of_ray():
     manager._make_actor_method_executor = make_traced
 
 
-def _start():
+def _start() -> None:
     if not any(argument.endswith("default_worker.py") for argument in sys.orig_argv):
         return
     coverage = sys.modules.get("coverage")

@@ -9,6 +9,7 @@ from torch.futures import Future
 
 from rayrpc._jit import tasks
 from rayrpc._jit.tasks import WORKER_PREFIX, _DoneFuture, _ModuleCopy, _TensorSlot
+from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
 
 
@@ -30,8 +31,8 @@ class FakeAgent:
         self.calls = []
         self.caller = SimpleNamespace(remote=self.remote)
         self.default_timeout = None
-        monkeypatch.setattr(tasks.current, "get_agent", lambda: self)
-        monkeypatch.setattr(tasks.current, "is_set", lambda: True)
+        monkeypatch.setattr(current, "get_agent", lambda: self)
+        monkeypatch.setattr(current, "is_set", lambda: True)
         monkeypatch.setattr(tasks, "_workers", tasks._Workers())
         monkeypatch.setattr(tasks, "_copies", tasks._ModuleCopies())
         monkeypatch.setattr(tasks, "RRef", LocalRRef)

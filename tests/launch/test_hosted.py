@@ -3,6 +3,7 @@
 import pickle
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def interrupted(rank):
 @pytest.fixture
 def worker(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "events", [])
-    made = HostedWorker.__new__(HostedWorker)  # its __init__ needs an actor
+    made: Any = HostedWorker.__new__(HostedWorker)  # its __init__ needs an actor
     made._program, made._captures, made._capture = Loads(), False, None
     made._capture_decided = threading.Event()
     return made

@@ -1,6 +1,7 @@
 """Placement: what workers ask Ray for, and the errors when it is not there."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -159,16 +160,20 @@ class Starting:
         self.pid = SimpleNamespace(remote=lambda: ref)
 
 
+def starting(*refs: Any) -> Any:
+    return {name: Starting(ref) for name, ref in zip("ab", refs, strict=True)}
+
+
 def test_process_ids_are_returned_by_worker(monkeypatch):
     monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
     monkeypatch.setattr(ray, "get", lambda refs: [100 * ref for ref in refs])
-    assert wait_placed({"a": Starting(1), "b": Starting(2)}, WANTED, 1.0) == {"a": 100, "b": 200}
+    assert wait_placed(starting(1, 2), WANTED, 1.0) == {"a": 100, "b": 200}
 
 
 def test_a_worker_that_does_not_start_in_time_is_named(monkeypatch, nodes):
     monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([2], [1]))
     with pytest.raises(PlacementError) as caught:
-        wait_placed({"a": Starting(1), "b": Starting(2)}, WANTED, 1.0)
+        wait_placed(starting(1, 2), WANTED, 1.0)
     text = str(caught.value)
     assert "'a' was not started in 1 s: it asks for {'CPU': 2.0, 'memory': 5}" in text
     assert "free are {'CPU': 1.0, 'GPU': 0.5}" in text

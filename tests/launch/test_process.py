@@ -9,6 +9,7 @@ import torch.multiprocessing
 from launching import found, run_probe
 
 from rayrpc import config
+from rayrpc.errors import ConfigError
 from rayrpc.launch import process
 from rayrpc.launch.process import Shim, get_install, set_install
 
@@ -69,7 +70,7 @@ def test_a_shim_is_entered_again_without_harm(shim):
 
 
 def test_settings_that_are_not_valid_are_refused(shim):
-    with pytest.raises(config.ConfigError, match="rpc_timeout"):
+    with pytest.raises(ConfigError, match="rpc_timeout"):
         Shim({"rpc_timeout": -1}, install, start_processes).enter()
     assert installs == []
 

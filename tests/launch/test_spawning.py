@@ -46,7 +46,9 @@ def test_ranks_get_a_shim_where_rayrpc_is_installed(monkeypatch):
     monkeypatch.setattr(process, "_install", None)
     assert spawning._dump_shim(Settings()) is None
     process.set_install(install)
-    entered = pickle.loads(spawning._dump_shim(Settings(group="g")))
+    dumped = spawning._dump_shim(Settings(group="g"))
+    assert dumped is not None
+    entered = pickle.loads(dumped)
     assert entered.__self__ == process.Shim(
         Settings(group="g").to_dict(), install, spawning.start_processes
     )

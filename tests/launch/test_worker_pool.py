@@ -1,11 +1,13 @@
 """Pools of workers without Ray: the process's membership in their group, and forks.
 
-What pools do with workers is in tests/parallel/test_pool.py.
+What pools do with workers is in tests/parallel/pool.
 """
+
+from typing import Any
 
 import pytest
 
-from rayrpc import config
+from rayrpc import config, startup
 from rayrpc.launch import worker_pool
 
 
@@ -30,12 +32,13 @@ def agents(monkeypatch):
         made.append(FakeAgent())
         return made[-1]
 
-    monkeypatch.setattr(worker_pool.startup, "make_agent", make_agent)
+    monkeypatch.setattr(startup, "make_agent", make_agent)
     return made
 
 
 def test_all_pools_share_a_membership_that_ends_with_the_last(agents):
-    membership, settings = worker_pool._Membership(), config.Settings()
+    membership: Any = worker_pool._Membership()
+    settings = config.Settings()
     assert membership.enter(settings) is membership.enter(settings) is agents[0]
     membership.leave()
     assert agents[0].events == ["start"]

@@ -5,6 +5,7 @@ import multiprocessing
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_pickler_writes_to_a_file():
 
 
 def test_a_marked_module_is_pickled_by_its_name(monkeypatch):
-    module = types.ModuleType("made_by_hand")
+    module: Any = types.ModuleType("made_by_hand")
     module.lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot pickle"):
         dumps(module)

@@ -1,5 +1,7 @@
 """The group's state machine: joins, refusals, missing ranks, members that leave or die."""
 
+from typing import Any
+
 import pytest
 
 from rayrpc._protocol.membership import Admitted, Group, Member, Refused
@@ -108,7 +110,7 @@ def test_static_and_dynamic_members_do_not_mix(group, first, second):
 
 
 def test_a_barrier_does_not_wait_for_the_dead(group):
-    session = None
+    session: Any = None
     for name in "abc":
         session, _ = group.join(member(name))
     session.report("tag", "a--1", 1)

@@ -672,6 +672,7 @@ class Protocol(RuleBasedStateMachine):
                     here.release(rref_id, fork_id)
             return
         if frame.kind == "remote":
+            assert frame.made is not None
             rref_id, fork_id = frame.made
             here.own(rref_id, fork_id, frame.src).filled = True
             self.rrefs[rref_id].arrived = True
@@ -735,7 +736,7 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def a_referenced_rref_is_at_its_owner(self):
-        requested = {f.made[0] for f in self.frames if f.kind == "remote"}
+        requested = {f.made[0] for f in self.frames if f.kind == "remote" and f.made is not None}
         for rref_id in self.referenced():
             state = self.rrefs[rref_id]
             if not state.lost and state.owner in self.alive and rref_id not in requested:
@@ -746,7 +747,7 @@ class Protocol(RuleBasedStateMachine):
         for handle in self.handles:
             state = self.rrefs[handle.rref_id]
             if handle.fork_id is None and state.arrived and not state.lost:
-                assert handle.cell.filled
+                assert handle.cell is not None and handle.cell.filled
 
     @invariant()
     def a_handle_holds_its_fork(self):

@@ -4,6 +4,7 @@ import pickle
 import threading
 import time
 import uuid
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def sides(request):
         request.getfixturevalue("ray_cluster")
     tokens = [uuid.uuid4().hex[:12] for _ in range(2)]
     transports = PAIRS[request.param](tokens)
-    made = [Side(t, f"side{i}", i, tokens[i]) for i, t in enumerate(transports)]
+    made: list[Any] = [Side(t, f"side{i}", i, tokens[i]) for i, t in enumerate(transports)]
     members = {side.member.id: side.member for side in made}
     for side in made:
         side.members = members
@@ -116,7 +117,7 @@ def test_a_frame_and_its_reply_arrive_whole(sides):
 @pytest.mark.parametrize("side", [4, 400])
 def test_buffers_in_fortrans_order_travel_as_they_lie_in_memory(sides, side):
     caller, callee = sides
-    array = np.asfortranarray(np.arange(side * side, dtype=np.int64).reshape(side, side))
+    array: Any = np.asfortranarray(np.arange(side * side, dtype=np.int64).reshape(side, side))
     callee.serve_reply = callee.reply
     callee.reply = lambda f, data: callee.serve_reply(f, bytes(f.buffers[0]), f.buffers)
     reply = caller.transport.call(callee.member, frame(1, b"", [pickle.PickleBuffer(array)]))

@@ -61,6 +61,14 @@ def lazily() -> None:
     assert_type(rpc.lazy("bob", double, args=(1,)).wait(), int)
     assert_type(jit.awaitable(double, 1), jit.Await[int])
     assert_type(jit.awaitable(double, 1).wait(), int)
+    lazy = rpc.lazy("bob", double, args=(1,))
+    assert_type(lazy + 1, Any)
+    assert_type(2**lazy, Any)
+    assert_type(-lazy, Any)
+    assert_type(lazy[0], Any)
+    assert_type(list(lazy), list[Any])
+    assert_type(len(lazy) + int(lazy), int)
+    assert lazy == 2
 
 
 def tasks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class ClusterModelAssigner:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        model_connection: dict[tuple[int, int], float],
+        model_connection: Mapping[tuple[int, int], float],
         workers: Sequence[str] | None = None,
         model_size_multiplier: float = 2,
         max_mem_ratio: float = 0.5,

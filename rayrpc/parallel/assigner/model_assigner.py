@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -95,9 +96,9 @@ class ModelAssigner:
 
     def __init__(
         self,
-        models: list[nn.Module],
-        model_connection: dict[tuple[int, int], float],
-        devices: list[torch.device | str] | None = None,
+        models: Sequence[nn.Module],
+        model_connection: Mapping[tuple[int, int], float],
+        devices: Sequence[torch.device | str] | None = None,
         model_size_multiplier: float = 2,
         max_mem_ratio: float = 0.5,
         cpu_weight: float = 0,
@@ -140,7 +141,7 @@ class ModelAssigner:
     optimize_placement = staticmethod(optimize_placement)
 
 
-def _existing(devices: list[torch.device | str] | None) -> list[torch.device]:
+def _existing(devices: Sequence[torch.device | str] | None) -> list[torch.device]:
     gpus = [torch.device("cuda", number) for number in GPUtil.getAvailable(order="load")]
     if devices is None:
         return gpus or [torch.device("cpu")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ class PlacementProblem(NamedTuple):
     """
 
     sizes: list[float]
-    connections: dict[tuple[int, int], float]
+    connections: Mapping[tuple[int, int], float]
     places: list[str]
     memory: list[float]
     power: list[float]

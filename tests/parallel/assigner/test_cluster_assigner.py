@@ -1,5 +1,7 @@
 """Models on the devices of the workers of a group."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def test_models_that_exchange_data_stay_near(monkeypatch):
         place("b", "cuda:0", "two", "two/z"),
     ]
     monkeypatch.setattr(cluster_assigner, "_find_places", lambda workers: gpus)
-    options = {"workers": ["a", "b"], "model_size_multiplier": 1, "move_models": False}
+    options: Any = {"workers": ["a", "b"], "model_size_multiplier": 1, "move_models": False}
     connected = {(0, 1): 1}
     for seed in range(3):
         torch.manual_seed(seed)
@@ -71,7 +73,7 @@ def test_models_that_exchange_data_stay_near(monkeypatch):
 def test_workers_share_the_memory_of_the_same_gpu(monkeypatch):
     same = [place("a", "cuda:0", "n", "n/x", 100.0), place("b", "cuda:0", "n", "n/x", 100.0)]
     monkeypatch.setattr(cluster_assigner, "_find_places", lambda workers: same)
-    options = {"workers": ["a", "b"], "model_size_multiplier": 1, "move_models": False}
+    options: Any = {"workers": ["a", "b"], "model_size_multiplier": 1, "move_models": False}
     with pytest.raises(RuntimeError, match=r"only have 50\.00 MB"):
         ClusterModelAssigner(models(60, 1), {}, **options)
 

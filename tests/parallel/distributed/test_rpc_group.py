@@ -40,16 +40,22 @@ def test_a_look_up_fails_when_the_process_with_the_table_has_died(ray_cluster, s
     assert "'0'" in second.wait_for("raised:") and second.end() == 0
 
 
+def world():
+    found = get_world()
+    assert found is not None
+    return found
+
+
 def make_group(name, members):
     """Run on each member, at the same time."""
     if not is_world_initialized():
         World(name, init_rpc=False, init_dist=False)
-    get_world().create_rpc_group("mixed", members)
+    world().create_rpc_group("mixed", members)
     return os.getpid()
 
 
 def pair(key, value):
-    get_world().groups["mixed"].pair(key, value)
+    world().groups["mixed"].pair(key, value)
 
 
 def make_everywhere(members):
@@ -66,11 +72,11 @@ def pids(workers):
 
 
 def stop():
-    get_world().stop()
+    world().stop()
 
 
 def test_keys_of_a_dead_member_are_free_again(pids):
-    group = get_world().groups["mixed"]
+    group = world().groups["mixed"]
     rpc.rpc_sync("carol", pair, args=("key", "carol's"))
     assert group.get_paired("key").to_here() == "carol's"
     with pytest.raises(KeyError, match="already paired"):
@@ -94,12 +100,12 @@ def test_a_member_that_was_started_again_may_pair_its_key(pids):
     rpc.start_workers(["carol"])
     make_everywhere(["alice", "carol", "driver"])
     rpc.rpc_sync("carol", pair, args=("key", 2))
-    assert get_world().groups["mixed"].get_paired("key").to_here() == 2
+    assert world().groups["mixed"].get_paired("key").to_here() == 2
 
 
 def leave():
-    get_world().groups["mixed"].destroy()
+    world().groups["mixed"].destroy()
 
 
 def names():
-    return [info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()]
+    return [info.name for info in rpc._get_current_rpc_agent().get_worker_infos()]

@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from typing import Any
 
 import pytest
 from conftest import ROOT, Run
@@ -286,7 +287,7 @@ def printed(ray_cluster, tmp_path_factory):
     command = [sys.executable, "-m", "rayrpc", "run", "world.py", *free_ports(2)]
     run = Run(command, environ, folder)
     run.end()
-    run.process.stdout.close()
+    run.close()
     return run.output
 
 
@@ -305,7 +306,7 @@ def test_a_missing_rank_or_size_is_named(monkeypatch, given, missing):
 
 
 def test_a_world_that_cannot_be_made_leaves_nothing_behind(ray_cluster):
-    wrong = {"dist_init_method": "nonsense://", "rpc_init_method": "ray://half-a-world"}
+    wrong: Any = {"dist_init_method": "nonsense://", "rpc_init_method": "ray://half-a-world"}
     for _ in range(2):
         with pytest.raises(RuntimeError, match="nonsense"):
             World("lonely", 0, 1, **wrong)

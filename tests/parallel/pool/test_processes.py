@@ -4,7 +4,11 @@ import functools
 import os
 import threading
 import time
-from multiprocessing.pool import MaybeEncodingError, RemoteTraceback
+from multiprocessing.pool import (  # type: ignore[attr-defined]  # typeshed leaves them out
+    MaybeEncodingError,
+    RemoteTraceback,
+)
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +51,7 @@ def made_at(_):
 
 
 def test_a_function_is_sent_to_each_worker_once(pool):
-    counted = Counted()
+    counted: Any = Counted()
     counted.state = 1
 
     def made(_):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_the_first_outcome_counts():
 
 
 def test_callbacks_run_before_the_result_is_ready():
-    seen = []
+    seen: list[Any] = []
     result = AsyncResult(0, {}, lambda value: seen.append((value, result.ready())), seen.append)
     result.set_outcome(0, (True, 1))
     assert seen == [(1, False)] and result.ready()

@@ -1,6 +1,7 @@
 """The slot of the recorder that takes part in the pickling of a message."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ def recorder():
 
 
 def encode(*objects):
-    codec = Codec(sharer=None)
+    sharer: Any = None  # nothing here is shared
+    codec = Codec(sharer)
     payload = codec.encode(objects, to=1, shares_main=True)
     return codec.decode(payload.data, payload.buffers, [])
 

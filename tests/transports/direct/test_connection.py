@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 from conftest import eventually
@@ -123,7 +124,7 @@ def connection(request, callee):
     family = socket.AF_UNIX if request.param == "unix" else socket.AF_INET
     owner = Owner(callee, family)
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
-    connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+    connection: Any = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
     connection.owner = owner
     yield connection
     connection.fail(CallLostError("the test is over"))
@@ -284,12 +285,14 @@ class TestBrokenConnections:
         owner = Owner(callee, socket.AF_UNIX)
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
         monkeypatch.setattr("rayrpc._transports.direct.stream.socket.socketpair", refuse)
-        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        connection: Any = CallerConnection(
+            Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
+        )
         assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"rerouted"
         threads.close()
 
     def test_calls_that_waited_for_a_connection_are_rerouted(self, callee):
-        owner = Owner(callee, socket.AF_INET)
+        owner: Any = Owner(callee, socket.AF_INET)
         go = threading.Event()
 
         def connect(peer):
@@ -298,7 +301,9 @@ class TestBrokenConnections:
 
         owner.connect = connect
         threads = ThreadCache("caller", soft_limit=10, idle_seconds=0.2)
-        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        connection: Any = CallerConnection(
+            Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
+        )
         calls = [connection.call(frame(i)) for i in range(3)]
         outcomes = []
         calls[0].on_done(outcomes.append)
@@ -380,7 +385,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         "time.sleep(100)\n"
     )
     folders = [os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))]
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [sys.executable, "-c", code, *folders, *sys.path], stdout=subprocess.PIPE, text=True
     )
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
@@ -388,7 +393,9 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         unix, port = process.stdout.readline().split()
         server = type("Server", (), {"unix": unix, "port": int(port)})
         owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
-        connection = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+        connection: Any = CallerConnection(
+            Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
+        )
         assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
         big = [connection.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]

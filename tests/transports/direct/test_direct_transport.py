@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 import targets
@@ -117,7 +118,7 @@ class Ends:
 def bounce(depth):
     """Return a call that goes to alice, from there to bob, and so on, to this depth."""
     names = ["alice" if level % 2 == 0 else "bob" for level in range(depth)]
-    call = (names.pop(), targets.whoami)
+    call: tuple[Any, ...] = (names.pop(), targets.whoami)
     while names:
         call = (names.pop(), targets.call_on, *call)
     return call

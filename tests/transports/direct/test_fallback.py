@@ -13,7 +13,7 @@ from conftest import ROOT, eventually
 from rayrpc._concurrency.outcome import Error
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._protocol.transport import PendingReply
+from rayrpc._protocol.transport import PendingReply, Transport
 from rayrpc._transports.direct import transport as direct
 from rayrpc._transports.direct.address import DirectAddress
 from rayrpc._transports.direct.transport import BULK_BYTES, DirectTransport
@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, hub, name, worker_id, node="127.0.0.1", only=False, is_direct=True):
         self.token = uuid.uuid4().hex[:12]
         self.fallback = CountingTransport(hub, f"memory-{name}", node)
-        self.transport = self.fallback
+        self.transport: Transport = self.fallback
         if is_direct:
             self.transport = DirectTransport(self.fallback, self.token, only=only)
         self.member = Member(self.token, name, worker_id, address=self.transport.address, node=node)

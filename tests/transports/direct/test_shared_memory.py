@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,12 @@ def read(stream):
     raise AssertionError("nothing came")
 
 
-def pass_message(sender, receiver, buffers=(), call_id=1):
+def send_and_read(sender, receiver, buffers=(), call_id=1):
     sender.send(call_id, frame(call_id, buffers))
     return read(receiver)
+
+
+pass_message: Any = send_and_read  # mypy takes `*ends` for any number of arguments
 
 
 def echo(stream):
@@ -143,7 +147,7 @@ class TestWhichBuffersAreShared:
             raise OSError(errno.EMFILE, "too many")
 
         with monkeypatch.context() as patch:
-            patch.setattr(shared_memory.os, "memfd_create", refuse)
+            patch.setattr(os, "memfd_create", refuse)
             message = pass_message(*ends, [data])
             assert message.shared is None and contents(message) == [data]
         assert pass_message(*ends, [data]).shared is not None

@@ -32,6 +32,13 @@ def root(tensor):
     return Entry([(tensor.grad_fn, tensor.output_nr)], functions.is_receive)
 
 
+def run_stage(graph):
+    """Run the next stage of a graph that has one, and return it."""
+    stage = graph.run()
+    assert stage is not None
+    return stage
+
+
 def totals_of(stage):
     """Return the gradients of a last stage by leaf."""
     gradients = {}

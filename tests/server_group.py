@@ -19,22 +19,28 @@ def everywhere(func, *args):
     return [call.wait() for call in calls]
 
 
+def world():
+    found = get_world()
+    assert found is not None
+    return found
+
+
 def here():
     """Return the group, in any of its processes."""
-    return get_world().groups["servers"]
+    return world().groups["servers"]
 
 
 def _enter():
     if not is_world_initialized():
         World(rpc.get_worker_info().name, init_rpc=False, init_dist=False)
-    get_world().create_rpc_group("servers", MEMBERS)
+    world().create_rpc_group("servers", MEMBERS)
 
 
 def _leave():
     for server in servers.values():
         getattr(server, "stop", lambda: None)()
     servers.clear()
-    get_world().stop()
+    world().stop()
 
 
 @contextmanager
