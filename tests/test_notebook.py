@@ -1,5 +1,7 @@
 """The notebooks run from their first cell to the last."""
 
+import asyncio
+
 import pytest
 from conftest import ROOT
 
@@ -16,7 +18,7 @@ def test_a_notebook_runs(ray_cluster, monkeypatch, tmp_path, path):
     client = nbclient.NotebookClient(
         notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
-    client.execute()  # raises what a cell raised
+    asyncio.run(client.async_execute())  # raises what a cell raised; execute() keeps its loop open
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 
 
