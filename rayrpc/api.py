@@ -2,7 +2,7 @@
 
 After ``install()`` this module is ``torch.distributed.rpc.api``.  Programs replace some of its
 private names (``_ignore_rref_leak``, ``_wait_all_workers``, ...), so this module looks them up at
-each use.
+each use, and other workers find the targets of its calls here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -29,13 +29,13 @@ from rayrpc._runtime.all_gather import (
     _all_gather_dict_lock,
     _all_gather_sequence_id,
     _all_gather_sequence_id_to_states,
-    _broadcast_to_followers,
-    _gather_to_leader,
     gather,
+    receive_all,
+    receive_one,
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import Args, AsyncFunction, Function, Invocation, Kwargs, To
 from rayrpc._runtime.user_api import ModuleApi
 from rayrpc.errors import NotInitializedError
 from rayrpc.futures import wait_all as _wait_for_futures
@@ -62,14 +62,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: a worker: by name, by WorkerInfo or by rank
-To = str | WorkerInfo | int
-Function = Callable[..., T]
-#: the result of the call is that of the Future, or of the coroutine
-AsyncFunction = Callable[..., Future[T] | Coroutine[Any, Any, T]]
-Args = Sequence[Any] | None
-Kwargs = Mapping[str, Any] | None
 
 # RRefs that are alive at shutdown are an error only if this is False.
 _ignore_rref_leak = True
@@ -413,6 +405,16 @@ def _get_debug_info() -> dict[str, str]:
 
 
 # -- gathering ----------------------------------------------------------------------------------
+
+
+def _gather_to_leader(
+    sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
+) -> None:
+    receive_one(sequence_id, worker_name, obj)
+
+
+def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    receive_all(sequence_id, objects_map)
 
 
 @_require_initialized

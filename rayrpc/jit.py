@@ -19,7 +19,7 @@ from rayrpc import api
 from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start_task
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import Invocation, To
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.rref import RRef
 
@@ -45,7 +45,7 @@ _torch_script = _jit.script
 
 
 def lazy(
-    to: api.To,
+    to: To,
     func: Callable[..., T],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,

@@ -17,7 +17,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc.errors import GroupError, WorkerDiedError
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 
-__all__ = ["AllGatherStates", "Calls", "gather"]
+__all__ = ["AllGatherStates", "Calls", "gather", "receive_all", "receive_one"]
 
 
 class AllGatherStates:
@@ -38,18 +38,16 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 )
 
 
-def _gather_to_leader(
-    sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
-) -> None:
-    """Run on the leader: take a worker's object (torch's name)."""
+def receive_one(sequence_id: str, worker_name: str, obj: Any) -> None:
+    """Receive a worker's object; runs on the leader."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
         states.gathered_objects[worker_name] = obj
     current.get_agent().notify()
 
 
-def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Run on a follower: take all objects (torch's name)."""
+def receive_all(sequence_id: str, objects_map: dict[str, Any]) -> None:
+    """Receive all objects; runs on a follower."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     states.gathered_objects = objects_map

@@ -1,11 +1,25 @@
-"""What a call runs."""
+"""What a call runs, and where; the types of the arguments of ``rpc_sync`` and its like."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Invocation"]
+from torch.futures import Future
+
+from rayrpc._protocol.ids import WorkerInfo
+
+__all__ = ["Args", "AsyncFunction", "Function", "Invocation", "Kwargs", "To"]
+
+T = TypeVar("T")
+
+#: a worker: by name, by WorkerInfo or by rank
+To = str | WorkerInfo | int
+Function = Callable[..., T]
+#: the result of the call is that of the Future, or of the coroutine
+AsyncFunction = Callable[..., Future[T] | Coroutine[Any, Any, T]]
+Args = Sequence[Any] | None
+Kwargs = Mapping[str, Any] | None
 
 
 class Invocation(NamedTuple):
