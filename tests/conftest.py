@@ -52,6 +52,12 @@ def pytest_configure() -> None:
     sys.addaudithook(_note_process)
 
 
+def pytest_collection_finish() -> None:
+    # tests compute little: more threads would only wait for one another on a busy machine
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 # -- markers ------------------------------------------------------------------------------------
 
 

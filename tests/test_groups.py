@@ -269,7 +269,7 @@ class TestStatic:
             puppets[0].start("rpc.shutdown(timeout=2)"),
             puppets[1].start("rpc.shutdown()"),
         )
-        with pytest.raises(PuppetError, match=r"Workers \['w2'\] did not come"):
+        with pytest.raises(PuppetError, match=r"Workers \['w2'\] did not join"):
             puppets[0].wait(first, 15)
         assert not puppets[0].do("rpc._is_current_rpc_agent_set()")
         puppets[2].do("rpc.shutdown()", 15)  # the others do not wait for the one that timed out

@@ -27,7 +27,7 @@ def agents(monkeypatch):
     """The agents that the test's memberships have made."""
     made = []
 
-    def make_agent(name, rank, world_size, options, settings):
+    def make_agent(name, rank, world_size, options, settings, user_api):
         assert (name, rank, world_size) == (worker_pool.OWNER, -1, None)
         made.append(FakeAgent())
         return made[-1]
