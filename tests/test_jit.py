@@ -142,13 +142,14 @@ class TestModules:
 
     def test_a_module_is_sent_once(self, model, x, monkeypatch):
         sent = []
-        real = rpc.api.remote
+        caller = current.get_agent().caller
+        real = caller.remote
 
-        def remote(*args, **kwargs):
-            sent.append(args[0])
-            return real(*args, **kwargs)
+        def remote(to, invocation, timeout):
+            sent.append(to.name)
+            return real(to, invocation, timeout)
 
-        monkeypatch.setattr(rpc.api, "remote", remote)
+        monkeypatch.setattr(caller, "remote", remote)
         with torch.no_grad():
             for _ in range(3):
                 for future in [jit.fork(model, x) for _ in range(4)]:
