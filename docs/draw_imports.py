@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "imports.md"
-BY_MODULE = ("_jit",)  # packages whose modules are in several layers
 
 Graph = dict[str, set[str]]
 
@@ -59,10 +58,8 @@ def imported_modules(name: str, files: dict[str, Path]) -> Iterator[str]:
 
 def package_of(module: str) -> str:
     """Return the node that a module is part of."""
-    parts = module.split(".")[1:]
-    if not parts:
-        return "rayrpc"
-    return ".".join(parts[:2] if parts[0] in BY_MODULE else parts[:1])
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
 
 
 def read_graph() -> Graph:
