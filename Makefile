@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast compliance bench lint imports format typecheck \
+.PHONY: help install demo test test-fast coverage compliance bench lint imports format typecheck \
   clean distclean
 
 help: ## Show this list
@@ -30,15 +30,18 @@ demo: install ## Train CartPole on a few workers
 	$(VENV)/bin/rayrpc run examples/cartpole.py $(ARGS)
 
 ifeq ($(strip $(ARGS)),)
-test: lint ## Check all, and run the tests with coverage; with ARGS, run those tests alone
-	$(PY) -m coverage erase
-	$(PY) -m coverage run -m pytest
-	$(PY) -m coverage combine --quiet
-	$(PY) -m coverage report
+test: lint ## Check all, and run the tests; with ARGS, run those tests alone
+	$(PY) -m pytest
 else
 test: install
 	$(PY) -m pytest $(ARGS)
 endif
+
+coverage: install ## Run the tests, and report the lines and branches that none reaches
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest $(ARGS)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage report
 
 test-fast: install ## Run the unit tests, which need neither Ray nor processes
 	$(PY) -m pytest -m "unit and not slow" $(ARGS)
