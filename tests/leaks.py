@@ -152,8 +152,11 @@ def snapshot() -> Snapshot:
 
 
 def _agent_runs() -> bool:
+    """Return whether this process has an agent: its own, or that of its pools."""
     current: Any = sys.modules.get("rayrpc._runtime.current")
-    return current is not None and bool(current.is_set())
+    pools: Any = sys.modules.get("rayrpc.launch.worker_pool")
+    is_in_group = current is not None and current.is_set()
+    return bool(is_in_group or (pools is not None and pools._membership._agent is not None))
 
 
 def _new_threads(before: Snapshot, now: Snapshot) -> Iterator[str]:
