@@ -194,6 +194,7 @@ def test_addresses_load_neither_torch_nor_ray():
     assert done.returncode == 0 and done.stdout.split() == [], done.stderr
 
 
+@pytest.mark.process
 def test_a_forked_child_closes_the_descriptors_of_its_parents_transport(group):
     caller, callee = group({}, {})
     caller.call(callee).wait(WAIT_SECONDS)
