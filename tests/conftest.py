@@ -41,8 +41,6 @@ if SITE:
 
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
-# Fixtures of modules that start processes when tests ask for them: only the module is checked.
-GROWING_FIXTURES = {"puppet_pool"}
 PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
 
 
@@ -156,7 +154,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         what = ", ".join(_started) or "Ray"
         pytest.fail(f"a unit test started {what}: give it the marker it needs", pytrace=False)
     # not yet with Ray: actors of queues and torch's shared memory outlive some of those tests
-    if is_unit and GROWING_FIXTURES.isdisjoint(request.fixturenames):
+    if is_unit:
         _check_leaks(before, "the test")
 
 
