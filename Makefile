@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast coverage compliance bench lint imports format typecheck \
+.PHONY: help install demo test test-all test-fast coverage compliance bench lint imports format typecheck \
   clean distclean
 
 help: ## Show this list
@@ -30,12 +30,15 @@ demo: install ## Train CartPole on a few workers
 	$(VENV)/bin/rayrpc run examples/cartpole.py $(ARGS)
 
 ifeq ($(strip $(ARGS)),)
-test: lint ## Check all, and run the tests; with ARGS, run those tests alone
-	$(PY) -m pytest
+test: lint ## Check all, and run the tests that CI runs; with ARGS, run those tests alone
+	$(PY) -m pytest -m "not compliance"
 else
 test: install
 	$(PY) -m pytest $(ARGS)
 endif
+
+test-all: lint ## Check all, and run all tests, the sample of PyTorch's own RPC suites too
+	$(PY) -m pytest $(ARGS)
 
 coverage: install ## Run the tests, and report the lines and branches that none reaches
 	$(PY) -m coverage erase

@@ -27,6 +27,8 @@ import pytest
 # Before anything imports Ray: this session's cluster is open, and shared with nobody else.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+# at Ray's own 15 its workers starve beside any other process of the machine
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
 atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 os.environ.pop("RAY_ADDRESS", None)

@@ -77,10 +77,11 @@ def test_processes_started_by_hand_share_a_cluster_that_ends_with_them(start, sc
     folder = Path("/tmp") / f"rr-{os.getpid()}"  # short: sockets are in it
     folder.mkdir()
     text = script(
-        "import sys\nimport torch.distributed.rpc as rpc\n"
+        "import os, sys\nimport torch.distributed.rpc as rpc\n"
         "import torch.multiprocessing as mp\n"
         "rank = int(sys.argv[1])\n"
-        "def one(rank): print('an actor is here', flush=True)\n"
+        "def one(rank):\n"
+        "    print('an actor is here, at nice', os.nice(0), flush=True)\n"
         "if __name__ == '__main__':\n"
         "    rpc.init_rpc(f'w{rank}', rank=rank, world_size=2)\n"
         "    print(rpc.rpc_sync(f'w{1 - rank}', rpc.get_worker_info).name, flush=True)\n"
@@ -90,9 +91,12 @@ def test_processes_started_by_hand_share_a_cluster_that_ends_with_them(start, sc
     )
     environ = {"RAY_ADDRESS": None, "RAY_TMPDIR": str(folder)}
     environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29670", "RAY_AUTH_MODE": None}
+    environ |= {"RAY_worker_niceness": None}
     try:
         runs = [start("-m", "rayrpc", "run", text, str(r), **environ) for r in range(2)]
-        runs[0].wait_for("an actor is here", 100)
+        # the priority of everything else, not Ray's 15
+        said = runs[0].wait_for("an actor is here", 100)
+        assert said.endswith(f"at nice {os.nice(0)}"), said
         assert processes_of(str(folder))
         assert [one.end() for one in runs] == [0, 0], runs[0].output + runs[1].output
         assert "w1" in runs[0].output and "w0" in runs[1].output

@@ -41,6 +41,7 @@ def cluster() -> Iterator[dict[str, str]]:
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling); peers run at 0, too
     os.environ["RAY_TMPDIR"] = folder
     os.environ.pop("RAY_ADDRESS", None)
     import ray

@@ -183,7 +183,10 @@ def _ray_cluster(address: str | None) -> Iterator[None]:
     # In /tmp, for Ray's sockets lie in it and their paths must be short.
     with (
         tempfile.TemporaryDirectory("-rpc", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        mock.patch.dict(os.environ, {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}),
+        mock.patch.dict(
+            os.environ,
+            {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "RAY_worker_niceness": "0"},
+        ),
         open(f"{folder}/cluster.log", "w+") as log,
     ):
         paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]

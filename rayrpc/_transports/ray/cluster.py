@@ -179,6 +179,8 @@ def _start_local_cluster(path: Path, log: Path, settings: Settings) -> None:
     ]
     environ = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environ["RAY_AUTH_MODE"] = "token"
+    # at Ray's own 15, workers of a program starve beside whatever else its user runs
+    environ.setdefault("RAY_worker_niceness", "0")
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with log.open("w") as output:
         # a session of its own, so that Ctrl-C in the terminal does not end it
