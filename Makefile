@@ -24,6 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m pip --python $(PY) install pip || \
 	  { echo 'No pip for .venv: install your system'\''s python3-venv package' >&2; exit 1; }
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# Else each new process compiles the package again where PYTHONDONTWRITEBYTECODE is set.
+	$(PY) -m compileall -q rayrpc
 	@touch $@
 
 demo: install ## Train CartPole on a few workers
@@ -31,14 +33,14 @@ demo: install ## Train CartPole on a few workers
 
 ifeq ($(strip $(ARGS)),)
 test: lint ## Check all, and run the tests that CI runs; with ARGS, run those tests alone
-	$(PY) -m pytest -m "not compliance"
+	$(PY) tests/gate.py
 else
 test: install
 	$(PY) -m pytest $(ARGS)
 endif
 
-test-all: lint ## Check all, and run all tests, the sample of PyTorch's own RPC suites too
-	$(PY) -m pytest $(ARGS)
+test-all: lint ## Check all, and run all tests, the slow ones too
+	$(PY) tests/gate.py --all $(ARGS)
 
 coverage: install ## Run the tests, and report the lines and branches that none reaches
 	$(PY) -m coverage erase

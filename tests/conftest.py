@@ -4,11 +4,12 @@ A test is ``ray`` if it uses the session's cluster, ``process`` if it starts pro
 and else ``unit``. It may be both of the first two. An explicit marker has precedence.
 """
 
-import atexit
 import contextlib
+import gc
 import logging
 import multiprocessing.context
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -17,29 +18,39 @@ import tempfile
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import leaks
 import pytest
-
-# Before anything imports Ray: this session's cluster is open, and shared with nobody else.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# at Ray's own 15 its workers starve beside any other process of the machine
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's spelling)
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
-atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
-os.environ.pop("RAY_ADDRESS", None)
+from gating import post_mortem
+from nodes import wait_for_nodes
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 90.0
+# Only a failure reaches these bounds; pytest's own is above them.
+TIMEOUT = 120.0
+EVENTUALLY_SECONDS = 60.0
 
-# Where coverage is measured, Ray's workers save theirs with what this folder holds.
-SITE = str(ROOT / "tests" / "coverage_of_actors") if "COVERAGE_PROCESS_CONFIG" in os.environ else ""
-if SITE:
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [SITE, os.environ.get("PYTHONPATH")]))
+# Python processes of the tests find this on their path: it lets them write their stacks.
+SITE = str(ROOT / "tests" / "every_process")
+
+# Set before anything imports Ray. This session's cluster is open, and shared with nobody else.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # others may use the memory of this machine
+    "RAY_worker_maximum_startup_concurrency": "2",
+    # at Ray's own 15 its workers starve beside any other process of the machine
+    "RAY_worker_niceness": "0",
+    "RAY_worker_register_timeout_seconds": "180",
+}
+CLUSTER_CPUS = 4
+
+# All tests run, the slow ones too, with new random seeds, and nothing may be left at the end.
+RUNS_ALL = os.environ.get("TESTS_ALL") == "1"
 
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
@@ -50,6 +61,40 @@ def pytest_configure() -> None:
     # a shell's background jobs ignore Ctrl-C, and so would every process that a test starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.addaudithook(_note_process)
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ.update(ENVIRONMENT)
+    os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
+    if post_mortem.FOLDER not in os.environ:  # else it is the supervisor's, which removes it
+        _own_folder.append(Path(tempfile.mkdtemp(prefix="rr-", dir="/tmp")))
+        (_own_folder[0] / "stacks").mkdir()
+        os.environ[post_mortem.FOLDER] = str(_own_folder[0])
+    os.environ["RAY_TMPDIR"] = os.environ[post_mortem.FOLDER]
+    runpy.run_path(f"{SITE}/sitecustomize.py")  # for this process, which has started without
+    _set_up_hypothesis()
+
+
+_own_folder: list[Path] = []
+
+
+def pytest_unconfigure() -> None:
+    for folder in _own_folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def python_path(*folders: str | Path) -> str:
+    """Return the PYTHONPATH of a process of the tests that imports from these folders, too."""
+    return os.pathsep.join([SITE, *map(str, folders)])
+
+
+def _set_up_hypothesis() -> None:
+    """The gate gives the same answer twice; `make test-all` looks for new examples."""
+    from hypothesis import settings
+
+    if RUNS_ALL:
+        settings.register_profile("rayrpc", deadline=None, print_blob=True)
+    else:
+        settings.register_profile("rayrpc", deadline=None, derandomize=True, database=None)
+    settings.load_profile("rayrpc")
 
 
 def pytest_collection_finish() -> None:
@@ -119,6 +164,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 # -- what tests must not do ---------------------------------------------------------------------
 
 _failed = pytest.StashKey[bool]()
+_begun = pytest.StashKey[float]()  # seconds since the epoch
 _started: list[str] = []  # processes, since the test began
 
 
@@ -132,7 +178,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     if report.failed:
         item.stash[_failed] = True
+        if item.get_closest_marker("unit") is None:
+            folder = Path(os.environ[post_mortem.FOLDER])
+            text = post_mortem.describe(folder, item.stash.get(_begun, 0.0))
+            report.sections.append(("processes", text))
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_begun] = time.time()
 
 
 def _check_leaks(before: leaks.Snapshot, where: str) -> None:
@@ -155,8 +210,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if is_unit and (_started or leaks.ray_is_on() > had_ray):
         what = ", ".join(_started) or "Ray"
         pytest.fail(f"a unit test started {what}: give it the marker it needs", pytrace=False)
-    # not yet with Ray: actors of queues and torch's shared memory outlive some of those tests
-    if is_unit:
+    if is_unit:  # what tests with Ray leave is checked once, when its cluster ends
         _check_leaks(before, "the test")
 
 
@@ -166,6 +220,7 @@ def no_leaks_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
     failed = request.session.testsfailed
     _module_before[:] = [leaks.snapshot()]
     yield
+    gc.collect()  # what it warns about is this module's
     if request.session.testsfailed == failed and not leaks.ray_is_on():
         _check_leaks(_module_before[0], "the module's fixtures")
 
@@ -176,17 +231,32 @@ _module_before: list[leaks.Snapshot] = []  # of the present module
 # -- fixtures -----------------------------------------------------------------------------------
 
 
-def _ray_cluster() -> Iterator[str]:
+def _ray_cluster(request: pytest.FixtureRequest) -> Iterator[str]:
     """The address of the session's Ray cluster, which this process is connected to."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    wait_for_nodes()
+    ray.init(
+        num_cpus=CLUSTER_CPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
     address = ray.get_runtime_context().gcs_address
     os.environ["RAY_ADDRESS"] = address
-    _module_before[:] = [leaks.snapshot()]  # a session's fixture, though a module may be first
-    yield address
-    os.environ.pop("RAY_ADDRESS", None)
-    ray.shutdown()
+    before = leaks.snapshot()
+    _module_before[:] = [before]  # a session's fixture, though a module may be first
+    try:
+        yield address
+        gc.collect()
+        if RUNS_ALL and not request.session.testsfailed:
+            _check_leaks(before, "tests with Ray")
+    finally:
+        os.environ.pop("RAY_ADDRESS", None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray ends processes without a wait
+            ray.shutdown()
+            gc.collect()
 
 
 ray_cluster = pytest.fixture(scope="session", name="ray_cluster")(_ray_cluster)
@@ -198,9 +268,12 @@ def workers(ray_cluster: str) -> Iterator[list[str]]:
     import rayrpc as rpc
 
     names = ["alice", "bob"]
-    rpc.start_workers(names)
-    yield names
-    rpc.shutdown()
+    try:
+        rpc.start_workers(names)
+        yield names
+    finally:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
 
 
 @pytest.fixture
@@ -280,8 +353,7 @@ def _start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start_one(*arguments: str, **environ: str | None) -> Run:
-        path = os.pathsep.join(filter(None, [SITE, str(ROOT)]))
-        full = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        full = {**os.environ, "PYTHONPATH": python_path(ROOT), "PYTHONUNBUFFERED": "1"}
         full["PYTHONFAULTHANDLER"] = "1"
         for name, value in environ.items():
             full.pop(name, None)
@@ -290,9 +362,11 @@ def _start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         runs.append(Run([sys.executable, *arguments], full, tmp_path))
         return runs[-1]
 
-    yield start_one
-    for run in runs:
-        run.close()
+    try:
+        yield start_one
+    finally:
+        for run in runs:
+            run.close()
 
 
 start = pytest.fixture(name="start")(_start)
@@ -310,7 +384,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def eventually(check: Callable[[], object], timeout: float = 20.0) -> bool:
+def eventually(check: Callable[[], object], timeout: float = EVENTUALLY_SECONDS) -> bool:
     """Return whether ``check`` becomes true within ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:

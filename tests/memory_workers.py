@@ -13,7 +13,7 @@ from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._transports.memory import MemoryDirectory, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
 
-WAIT = 10.0
+WAIT = 60.0
 
 
 class MemoryWorker:

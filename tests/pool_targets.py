@@ -22,7 +22,7 @@ def where(_):
 
 
 def wait_for(path):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not os.path.exists(path):
         assert time.monotonic() < end, "the file was not made"
         time.sleep(0.005)

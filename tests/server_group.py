@@ -15,7 +15,7 @@ servers = {}
 
 def everywhere(func, *args):
     """Call a function in all processes at the same time."""
-    calls = [rpc.rpc_async(name, func, args=args, timeout=30) for name in MEMBERS]
+    calls = [rpc.rpc_async(name, func, args=args, timeout=60) for name in MEMBERS]
     return [call.wait() for call in calls]
 
 

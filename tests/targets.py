@@ -94,8 +94,31 @@ def wait_for_all(number: int) -> Any:
 
 @rpc.functions.async_execution
 def wait_on(to: str) -> Any:
-    """Complete when a call that takes long does."""
-    return rpc.rpc_async(to, nap, args=(50,))
+    """Complete when a call that never ends does."""
+    return rpc.rpc_async(to, hang, timeout=0)
+
+
+_hanging: list[int] = []
+
+
+def hang() -> None:
+    """Never return."""
+    _hanging.append(threading.get_ident())
+    threading.Event().wait()
+
+
+def hanging() -> int:
+    """Return how many calls hang here."""
+    return len(_hanging)
+
+
+def hang_on(to: str) -> None:
+    rpc.rpc_sync(to, hang, timeout=0)
+
+
+def waiting() -> int:
+    """Return how many calls of ``wait_for_all`` wait for others here."""
+    return len(shared.get("waiting", ()))
 
 
 @rpc.functions.async_execution
@@ -191,6 +214,9 @@ class Adder:
     def slow(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.base
+
+    def hang(self) -> None:
+        hang()
 
 
 class Point:

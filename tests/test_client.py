@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from conftest import ROOT, Run
+import pytest
+from conftest import ROOT, Run, python_path
 
 SCRIPT = """
 import os, sys, torch
@@ -62,10 +63,11 @@ def client_server(address: str, folder: Path) -> Iterator[tuple[str, Run]]:
         yield f"ray://127.0.0.1:{port}", server
     finally:
         server.process.terminate()
-        server.end(20)
+        server.end(60)
         server.close()
 
 
+@pytest.mark.slow
 def test_a_program_runs_through_ray_client(ray_cluster, tmp_path, start, script):
     path = script(SCRIPT)
     with client_server(ray_cluster, tmp_path) as (address, server):
@@ -76,7 +78,7 @@ def test_a_program_runs_through_ray_client(ray_cluster, tmp_path, start, script)
             "--address",
             address,
             path,
-            PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+            PYTHONPATH=python_path(ROOT, ROOT / "tests"),
             RAY_ADDRESS=None,
         )
         assert run.end() == 0, run.output + server.output

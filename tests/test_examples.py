@@ -1,12 +1,13 @@
 """The examples run as their docstrings say, at a smaller size."""
 
 import itertools
+import socket
 
 import pytest
 from conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
-ports = itertools.count(29600)
+ports = itertools.count(29600)  # parts of keys: no port is bound, except by collectives.py
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def run_example(ray_cluster, start):
     return run_one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "updates"), [("async", "80 updates"), ("batch", "40 updates")])
 def test_the_parameter_server_learns(run_example, mode, updates):
     arguments = ("--mode", mode, "--trainers", "2", "--steps", "40", "--min-accuracy", "0.8")
@@ -32,6 +34,7 @@ def test_the_parameter_server_learns(run_example, mode, updates):
     assert updates in summary and "accuracy" in summary
 
 
+@pytest.mark.slow
 def test_an_example_that_misses_its_bound_fails(run_example):
     arguments = ("--trainers", "1", "--steps", "1", "--min-accuracy", "1.1")
     run = run_example("parameter_server.py", *arguments)
@@ -54,6 +57,7 @@ def test_two_processes_say_hello(run_example):
     assert "worker1: done" in runs[1].output
 
 
+@pytest.mark.slow
 def test_cartpole_draws_its_learning_curve(run_example, tmp_path):
     run = run_example(
         "cartpole.py",
@@ -66,6 +70,7 @@ def test_cartpole_draws_its_learning_curve(run_example, tmp_path):
     assert (tmp_path / "cartpole.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline.py", "hybrid.py"])
 def test_split_models_train_as_in_one_process(run_example, name):
     run = run_example(name, "--steps", "8")
@@ -73,6 +78,7 @@ def test_split_models_train_as_in_one_process(run_example, name):
     assert "largest difference" in run.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
@@ -87,12 +93,15 @@ def test_split_models_train_as_in_one_process(run_example, name):
     ],
 )
 def test_programs_of_machin_parallel(run_example, name, arguments, text):
-    next(ports)  # collectives.py takes two
-    run = run_example(name, *arguments, "--port", str(next(ports)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = run_example(name, *arguments, "--port", str(port))
     assert run.end() == 0, run.output
     assert text in run.output
 
 
+@pytest.mark.slow
 def test_split_models_that_train_differently_fail(run_example):
     run = run_example("pipeline.py", "--steps", "1", "--tolerance=-1")
     assert run.end() == 1 and "losses differ by" in run.output

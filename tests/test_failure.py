@@ -1,7 +1,6 @@
 """A worker dies: everything that needs it fails at once, by name; the other workers go on.
 
-The promise is 1 s from the death.  The tests allow 15 s, for machines that are busy; the calls
-would take 50 s, and time out after 60 s.
+The calls would never end, and have no time-out: only the death ends them.
 """
 
 import contextlib
@@ -13,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import targets
-from conftest import ROOT, Run, eventually
+from conftest import ROOT, Run, eventually, python_path
 
 import rayrpc as rpc
 from rayrpc import errors
 
+# The promise is 1 s from a death; more is for machines that are busy.
 SECONDS = 15.0
 GROUP = "ray://failures"
 
@@ -36,7 +37,7 @@ if len(sys.argv) > 2:
     kept = [rpc.remote(sys.argv[2], targets.Adder) for _ in range(5)]
     assert all(rref.rpc_sync().add(1) == 1 for rref in kept)
 print("joined", flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
@@ -44,14 +45,12 @@ time.sleep(100)
 def attached(folder: Path, *arguments: str) -> Iterator[Run]:
     """Start a process that joins the group by itself."""
     (folder / "member.py").write_text(MEMBER)
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environ = {**os.environ, "PYTHONPATH": python_path(ROOT, ROOT / "tests")}
     run = Run([sys.executable, "member.py", *arguments], environ, folder)
     try:
         run.wait_for("joined")
         yield run
     finally:
-        run.process.kill()
-        run.end(10)
         run.close()
 
 
@@ -59,10 +58,12 @@ def attached(folder: Path, *arguments: str) -> Iterator[Run]:
 def alice(ray_cluster) -> Iterator[str]:
     """A worker that survives; this process is "driver" in its group."""
     rpc.init_rpc("driver", rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=GROUP))
-    rpc.start_workers(["alice"])
-    yield "alice"
-    if rpc._is_current_rpc_agent_set():
-        rpc.shutdown()
+    try:
+        rpc.start_workers(["alice"])
+        yield "alice"
+    finally:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown()
 
 
 class Outcomes:
@@ -111,17 +112,20 @@ LATER = [
 
 
 def start_pending(outcomes: Outcomes, existing) -> None:
-    outcomes.watch("rpc_sync", lambda: rpc.rpc_sync("victim", targets.nap, args=(50,)))
-    future = rpc.rpc_async("victim", targets.nap, args=(50,))
-    outcomes.watch("rpc_async", future.wait)
-    deferred = rpc.rpc_async("victim", targets.wait_for_all, args=(99,))
-    outcomes.watch("async_execution", deferred.wait)
-    pending = rpc.remote("victim", targets.nap, args=(50,))
-    outcomes.watch("to_here", pending.to_here)
-    outcomes.watch("proxy", lambda: existing.rpc_sync().slow(50))
-    args = ("victim", targets.nap, 50)
-    outcomes.watch("of another worker", lambda: rpc.rpc_sync("alice", targets.call_on, args=args))
-    waiting = rpc.rpc_async("alice", targets.wait_on, args=("victim",))
+    def call(func: Any, *args: Any) -> Any:
+        return rpc.rpc_async("victim", func, args=args, timeout=0)
+
+    outcomes.watch("rpc_sync", lambda: rpc.rpc_sync("victim", targets.hang, timeout=0))
+    outcomes.watch("rpc_async", call(targets.hang).wait)
+    outcomes.watch("async_execution", call(targets.wait_for_all, 99).wait)
+    pending = rpc.remote("victim", targets.hang, timeout=0)
+    outcomes.watch("to_here", lambda: pending.to_here(timeout=0))
+    outcomes.watch("proxy", lambda: existing.rpc_sync(timeout=0).hang())
+    outcomes.watch(
+        "of another worker",
+        lambda: rpc.rpc_sync("alice", targets.hang_on, args=("victim",), timeout=0),
+    )
+    waiting = rpc.rpc_async("alice", targets.wait_on, args=("victim",), timeout=0)
     outcomes.watch("async_execution of another worker", waiting.wait)
 
 
@@ -139,7 +143,7 @@ def try_later(outcomes: Outcomes, existing) -> None:
     }
     for name, call in calls.items():
         outcomes.watch(name, call)
-    outcomes.join(20)
+    outcomes.join(60)
 
 
 @pytest.fixture(scope="module", params=["hosted", "attached"])
@@ -155,11 +159,13 @@ def death(request, alice, tmp_path_factory):
         assert existing.rpc_sync().add(1) == 1
         start_pending(outcomes, existing)
         pid = rpc.rpc_sync("victim", targets.pid)
-        time.sleep(0.5)  # let the calls arrive
+        # five hang there, and one waits for others to come
+        assert eventually(lambda: rpc.rpc_sync("victim", targets.hanging) == 6)
+        assert eventually(lambda: rpc.rpc_sync("victim", targets.waiting) == 1)
         assert not outcomes.ends, outcomes.ends
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        outcomes.join(20)
+        outcomes.join(60)
         noticed = time.monotonic()
         try_later(outcomes, existing)
         yield {
@@ -173,10 +179,15 @@ def death(request, alice, tmp_path_factory):
 @pytest.mark.parametrize("name", PENDING + LATER)
 def test_everything_that_needs_a_dead_worker_fails_at_once_and_names_it(death, name):
     assert name in death, f"it never ended; these did: {death}"
-    seconds, result = death[name]
+    _, result = death[name]
     assert isinstance(result, errors.WorkerDiedError), repr(result)
     assert result.worker == "victim" and "'victim'" in str(result)
-    assert seconds < SECONDS
+
+
+@pytest.mark.slow
+def test_a_death_is_noticed_soon(death):
+    late = {name: seconds for name, (seconds, _) in death.items() if seconds > SECONDS}
+    assert not late
 
 
 def test_the_error_says_where_and_why(death):
@@ -193,10 +204,8 @@ def test_the_other_workers_go_on_and_do_not_list_the_dead_one(death):
 
 def test_a_worker_that_kills_itself_in_a_call_fails_that_call(alice):
     rpc.start_workers(["lemming"])
-    start = time.monotonic()
     with pytest.raises(errors.WorkerDiedError, match="lemming"):
-        rpc.rpc_sync("lemming", targets.kill_me)
-    assert time.monotonic() - start < SECONDS
+        rpc.rpc_sync("lemming", targets.kill_me, timeout=0)
 
 
 def test_a_dead_worker_of_a_dynamic_group_can_be_replaced(alice):
@@ -214,11 +223,9 @@ def test_a_dead_worker_of_a_dynamic_group_can_be_replaced(alice):
 def test_a_worker_that_dies_before_its_relay_runs_is_dead_to_the_others(alice, tmp_path):
     with attached(tmp_path, "shortlived") as member:  # prints as soon as init_rpc returns
         member.process.kill()
-        start = time.monotonic()
         with pytest.raises(errors.WorkerDiedError, match="shortlived"):
             while True:
-                rpc.rpc_sync("shortlived", targets.whoami)
-        assert time.monotonic() - start < SECONDS
+                rpc.rpc_sync("shortlived", targets.whoami, timeout=0)
 
 
 def owned(name: str) -> tuple[str, str]:
@@ -232,7 +239,7 @@ def test_the_rrefs_of_a_caller_that_dies_are_released(alice, tmp_path):
     with attached(tmp_path, "caller", alice) as caller:
         assert owned(alice) == ("5", "5")
         caller.process.kill()
-        assert eventually(lambda: owned(alice) == ("0", "0"), 10)
+        assert eventually(lambda: owned(alice) == ("0", "0"))
 
 
 # -- static groups --------------------------------------------------------------------------------
@@ -249,7 +256,7 @@ print("joined", flush=True)
 if rank == 0:  # the one that leads the others' shutdown
     if how == "raise":
         raise ValueError("as expected")
-    time.sleep(100)
+    time.sleep(1000)
 rpc.shutdown()
 print("survived", flush=True)
 """
@@ -269,8 +276,8 @@ def test_survivors_of_a_static_group_can_shut_down(ray_cluster, start, script, h
         assert runs[1].process.poll() is None and runs[2].process.poll() is None
         runs[0].process.kill()
     else:
-        assert runs[0].end(20) == 1 and "as expected" in runs[0].output
-    assert [run.end(20) for run in runs[1:]] == [0, 0], runs[1].output + runs[2].output
+        assert runs[0].end() == 1 and "as expected" in runs[0].output
+    assert [run.end() for run in runs[1:]] == [0, 0], runs[1].output + runs[2].output
     assert all("survived" in run.output for run in runs[1:])
 
 
@@ -289,15 +296,15 @@ def test_programs_may_end_without_shutdown(ray_cluster, start, script):
     path = script(ENDS)
     # threads that use Ray after its shutdown make two of three end with 1, or a signal
     runs = [start(path, str(status)) for status in (0, 3, 0)]
-    assert [run.end() for run in runs] == [0, 3, 0]
-    said = [line for run in runs for line in run.output.splitlines() if "(raylet)" not in line]
-    assert said == []
+    assert [run.end() for run in runs] == [0, 3, 0], [run.output for run in runs]
+    # Ray logs to stderr what it likes
+    assert not any("Traceback" in run.output or "Exception" in run.output for run in runs)
 
 
 # -- nothing is left ------------------------------------------------------------------------------
 
 
-def actors_of_this_session() -> list[str]:
+def actors_of_this_session() -> dict[int, str]:
     """Return the actors' processes under this process, which started the cluster."""
     parents, titles = {}, {}
     for path in Path("/proc").glob("[0-9]*"):
@@ -314,24 +321,36 @@ def actors_of_this_session() -> list[str]:
         return False
 
     names = ("Relay", "Directory", "Worker")
-    return [
-        title
+    return {
+        pid: title
         for pid, title in titles.items()
         if title.startswith("ray::") and any(n in title for n in names) and ours(pid)
-    ]
+    }
 
 
-def test_no_actor_and_no_thread_is_left_of_a_group_whose_members_died(ray_cluster):
+def our_threads() -> dict[int | None, str]:
+    return {t.ident: t.name for t in threading.enumerate() if t.name.startswith("rayrpc")}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [actors_of_this_session, pytest.param(our_threads, marks=pytest.mark.slow)],
+    ids=["actor", "thread"],
+)
+def test_none_is_left_of_a_group_whose_members_died(ray_cluster, found):
     # the last of this module: alice's group is not needed any more
     if rpc._is_current_rpc_agent_set():
         rpc.shutdown()
+    before = found()
+
+    def left():
+        return {key: name for key, name in found().items() if key not in before}
+
     options = rpc.TensorPipeRpcBackendOptions(init_method="ray://left-behind")
     rpc.init_rpc("driver", rpc_backend_options=options)
     rpc.start_workers(["lemming"])
-    assert actors_of_this_session()
+    assert left()
     with pytest.raises(errors.WorkerDiedError):
         rpc.rpc_sync("lemming", targets.kill_me)
     rpc.shutdown()
-    assert eventually(lambda: not actors_of_this_session(), 20), actors_of_this_session()
-    threads = lambda: [t.name for t in threading.enumerate() if t.name.startswith("rayrpc")]
-    assert eventually(lambda: not threads(), 10), threads()
+    assert eventually(lambda: not left()), left()

@@ -10,7 +10,7 @@ import torch
 from rayrpc import futures
 from rayrpc.futures import Future, collect_all, wait_all
 
-WAIT = 5
+WAIT = 60
 
 
 def done(value):

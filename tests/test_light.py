@@ -80,8 +80,8 @@ def test_a_relay_starts_when_its_worker_has_joined(ray_cluster):
         answer = transport.address.find().give.remote([])
         assert ray.wait([answer], timeout=2)[0] == []
         member = Member("gate-token", "early", -1, address=transport.address, pid=os.getpid())
-        assert directory.join(member, timeout=30).me.name == "early"
-        assert ray.get(answer, timeout=30) is None
+        assert directory.join(member, timeout=60).me.name == "early"
+        assert ray.get(answer, timeout=60) is None
     finally:
         directory.close()
         directory.leave()
@@ -96,13 +96,13 @@ def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
             Member(f"twin-{i}", "twin", -1, address=transport.address, pid=os.getpid())
             for i, (transport, _) in enumerate(opened)
         )
-        opened[0][1].join(first, timeout=30)
+        opened[0][1].join(first, timeout=60)
         with pytest.raises(RuntimeError, match="twin"):
-            opened[1][1].join(second, timeout=30)
+            opened[1][1].join(second, timeout=60)
         relay = opened[1][0].address.find()
         opened[1][0].close()
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(relay.give.remote([]), timeout=30)
+            ray.get(relay.give.remote([]), timeout=60)
     finally:
         for transport, directory in opened:
             directory.close()

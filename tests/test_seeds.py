@@ -10,7 +10,7 @@ import os
 import sys
 
 import pytest
-from conftest import ROOT, Run
+from conftest import ROOT, Run, python_path
 
 # -- remote ---------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def printed(ray_cluster, tmp_path_factory):
     parts = [HEAD, constants, SCRIPT_ON_BOTH, ASYNC_CHAINED, ASYNC_CLASS, TAIL]
     (folder / "scripted.py").write_text("import torch\n" + ASYNC_SCRIPT)
     (folder / "seeds.py").write_text("".join(parts))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "PYTHONPATH": python_path(ROOT), "PYTHONUNBUFFERED": "1"}
     run = Run([sys.executable, "-m", "rayrpc", "run", "seeds.py"], environ, folder)
     status = run.end()
     run.close()
@@ -407,7 +407,7 @@ def test_programs_that_fork_print_what_they_say(ray_cluster, tmp_path):
     # source of scripted functions is read from a file
     parts = [FORK_IMPORT, FORK_ONE, FORK_MANY, FORK_LSTM]
     (tmp_path / "forks.py").write_text("".join(parts))
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAYRPC_FORK_WORKERS": "2"}
+    environ = {**os.environ, "PYTHONPATH": python_path(ROOT), "RAYRPC_FORK_WORKERS": "2"}
     run = Run([sys.executable, "forks.py"], environ, tmp_path)
     status = run.end()
     run.close()

@@ -85,7 +85,7 @@ def test_a_thread_that_stays_in_a_handler_is_released_once(watchdog):
     hand_over = HandOver()
     with ReaderRole(hand_over, watchdog) as role:
         role.message_received()
-        assert hand_over.event.wait(5)
+        assert hand_over.event.wait(60)
         time.sleep(0.05)
         assert not is_reader()
         assert not role.message_done()
@@ -107,7 +107,7 @@ def test_the_watchdog_wakes_after_a_quiet_time(watchdog):
         watchdog.wake()
         assert eventually(lambda: watchdog.is_asleep)
         role.message_received()
-        assert hand_over.event.wait(5)
+        assert hand_over.event.wait(60)
 
 
 def test_release_reader_releases_only_the_role_of_its_own_thread_and_once(asleep):

@@ -3,11 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from launching import run_probe
 
 from rayrpc.launch.output import follow
-
-pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 # -- capturing ------------------------------------------------------------------------------------
 
@@ -52,7 +49,7 @@ def test_all_that_a_process_writes_is_captured(start, script, code, line):
 def test_a_child_that_keeps_the_output_open_does_not_keep_close_waiting(start, script):
     code = "subprocess.Popen(['sleep', '60']); print('before'); capture.close(0.1)"
     one = start(script(CAPTURES.format(code=code).replace("\ncapture.close()", "")))
-    assert one.end(30) == 0, one.output
+    assert one.end() == 0, one.output
     assert "(1, b'before\\n')" in one.output
 
 
@@ -78,39 +75,23 @@ def get(result):
 
 
 def test_chunks_are_written_as_they_come(capsys):
-    follow(Printer([(1, b"a"), (2, b"x\n")], [(1, b"b\nc")], None), get).join(10)
+    follow(Printer([(1, b"a"), (2, b"x\n")], [(1, b"b\nc")], None), get).join(60)
     assert capsys.readouterr() == ("ab\nc", "x\n")
 
 
 def test_a_prefix_is_put_before_every_line(capsys):
     printed = [(1, b"one\ntw"), (2, b"error\n"), (1, b"o\n"), (1, b"\nend")]
-    follow(Printer(printed, None), get, "(w) ").join(10)
+    follow(Printer(printed, None), get, "(w) ").join(60)
     assert capsys.readouterr() == ("(w) one\n(w) two\n(w) \n(w) end\n", "(w) error\n")
 
 
 def test_bytes_that_are_no_text_are_replaced(capsys):
-    follow(Printer([(1, b"\xff\n")], None), get).join(10)
+    follow(Printer([(1, b"\xff\n")], None), get).join(60)
     assert capsys.readouterr().out == "\ufffd\n"
 
 
 def test_the_death_of_a_rank_ends_its_output(capsys):
     thread = follow(Printer([(1, b"last")], RuntimeError("it died")), get, "(w) ")
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert capsys.readouterr().out == "(w) last\n"
-
-
-# -- on a cluster ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def seen(ray_cluster, tmp_path_factory):
-    return run_probe(tmp_path_factory)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["by os.write\n", "by a child\n", "to stderr\n", "Ünïcode\n", "last line, without an end"],
-)
-def test_what_ranks_print_reaches_the_terminal(seen, text):
-    assert text in seen["output"]

@@ -7,12 +7,9 @@ import traceback
 from pathlib import Path
 
 import pytest
-from launching import found, run_probe
 
 from rayrpc.launch import program
 from rayrpc.launch.program import Program, run_as_main
-
-pytestmark = pytest.mark.timeout(300)  # the probe takes long on a busy machine
 
 
 @pytest.fixture
@@ -165,37 +162,3 @@ def test_a_script_runs_as_python_would_run_it(process, tmp_path):
 def test_a_script_that_is_missing_is_named(process):
     with pytest.raises(FileNotFoundError, match="there is no script missing"):
         run_as_main("missing.py", [])
-
-
-# -- on a cluster ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def seen(ray_cluster, tmp_path_factory):
-    return run_probe(tmp_path_factory)
-
-
-def test_the_script_is_main_with_its_own_arguments(seen):
-    assert found(seen, "argv") == ["--flag", "a b"]
-    assert found(seen, "name") == "__main__" and found(seen, "file") == "script.py"
-    assert found(seen, "cwd") == seen["folder"]
-    assert seen["status"] == 0, seen["output"]
-
-
-def test_modules_beside_the_script_are_found_everywhere(seen):
-    assert found(seen, "beside") == found(seen, "rank beside") == "found"
-
-
-def test_functions_of_the_script_go_by_reference(seen):
-    assert found(seen, "counts") == [1, 2, 3]
-    assert found(seen, "counter of the launcher") == 0
-
-
-def test_ranks_have_the_environment_arguments_and_folder_of_the_script(seen):
-    assert found(seen, "rank env") == "yes"
-    assert found(seen, "rank argv") == ["--flag", "a b"]
-    assert found(seen, "rank cwd") == seen["folder"]
-
-
-def test_ranks_have_the_threads_of_a_plain_process(seen):
-    assert found(seen, "rank threads") == found(seen, "threads")

@@ -31,10 +31,10 @@ def test_workers_serve_until_they_are_stopped(capfd):
                 seen[i] += text
             return "(carol) hello\n" in seen[0] and "(carol) hello-err\n" in seen[1]
 
-        assert eventually(printed, 10), seen
+        assert eventually(printed), seen
         worker = rpc.rpc_sync("carol", targets.pid)
         group.stop()
-        assert eventually(lambda: not alive(worker), 10)
+        assert eventually(lambda: not alive(worker))
         with pytest.raises(errors.WorkerDiedError, match="carol"):
             rpc.rpc_sync("carol", targets.whoami)
         again = rpc.start_workers(["carol"])  # the name is free
@@ -43,7 +43,7 @@ def test_workers_serve_until_they_are_stopped(capfd):
         assert len(again) == 1
     finally:
         rpc.shutdown()
-    assert eventually(lambda: not alive(worker), 10)  # shutdown ends them, too
+    assert eventually(lambda: not alive(worker))  # shutdown ends them, too
 
 
 def test_what_a_placement_strategy_reserved_is_given_back():
@@ -53,7 +53,7 @@ def test_what_a_placement_strategy_reserved_is_given_back():
         group = rpc.start_workers(["erin"], me="me")
         assert reservations() == ["CREATED"]
         group.stop()
-        assert eventually(lambda: reservations() == [], 10)
+        assert eventually(lambda: reservations() == [])
     finally:
         config.use(before)
         if rpc._is_current_rpc_agent_set():

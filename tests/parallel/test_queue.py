@@ -26,7 +26,7 @@ def test_first_in_first_out(queue):
     queue.put(1)
     queue.quick_put({"t": torch.ones(2), "f": lambda x: x + 1})
     assert not queue.empty() and queue.get() == 1
-    got = queue.quick_get(timeout=5)
+    got = queue.quick_get(timeout=60)
     assert torch.equal(got["t"], torch.ones(2)) and got["f"](1) == 2
 
 
@@ -35,7 +35,7 @@ def test_get_waits_until_the_timeout(queue):
         with pytest.raises(TimeoutError, match=f"{timeout} s"):
             queue.get(timeout)
     threading.Timer(0.2, queue.put, (5,)).start()
-    assert queue.get(timeout=10) == 5
+    assert queue.get(timeout=60) == 5
 
 
 def echo(queue, answers):
@@ -59,7 +59,7 @@ def test_several_processes_may_put_and_get(queue):
             queue.put(None)
         for reader in readers:
             reader.get(60)
-    got = sorted(answers.get(10) for _ in range(150))
+    got = sorted(answers.get(60) for _ in range(150))
     assert got == [(n, i) for n in range(3) for i in range(50)] and answers.empty()
 
 
@@ -104,7 +104,7 @@ def test_a_ray_task_may_put(queue):
         queue.put("from a task")
 
     ray.get(put.remote(queue))
-    assert queue.get(10) == "from a task"
+    assert queue.get(60) == "from a task"
 
 
 def test_a_forked_process_is_refused_with_advice(queue):
@@ -118,4 +118,4 @@ def test_a_forked_process_is_refused_with_advice(queue):
     process = multiprocessing.get_context("fork").Process(target=child, args=(there,))
     process.start()
     assert "spawn" in here.recv()
-    process.join(10)
+    process.join(60)

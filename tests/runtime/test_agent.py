@@ -186,9 +186,9 @@ def test_an_error_that_cannot_be_printed_still_ends_the_call(a, start, way):
         a.future(b, wait_for, "x")
         assert event("begun").wait(WAIT)
     if way == "remote":
-        get = functools.partial(a.remote(b, fail_unprintably).to_here, timeout=0.5)
+        get = functools.partial(a.remote(b, fail_unprintably).to_here, timeout=WAIT)
     else:
-        get = a.future(b, fail_unprintably, timeout=0.5).wait
+        get = a.future(b, fail_unprintably, timeout=WAIT).wait
     if way == "busy":
         assert eventually(lambda: b.agent._slots.waiting == 1)
     event("x").set()
@@ -483,11 +483,11 @@ def test_a_death_ends_the_calls_that_wait_for_it_at_once(a, b, func, way):
     def call():
         try:
             if way == "sync":
-                a.sync(b, func, "never", timeout=5)
+                a.sync(b, func, "never", timeout=60)
             elif way == "future":
-                a.future(b, func, "never", timeout=5).wait()
+                a.future(b, func, "never", timeout=60).wait()
             else:
-                a.remote(b, func, "never", timeout=5).to_here()
+                a.remote(b, func, "never", timeout=60).to_here()
         except Exception as exc:
             kept["error"] = exc
 
@@ -607,9 +607,8 @@ def test_shutdown_ends_blocking_calls_of_other_threads(a, b):
     caller.start()
     assert event("begun").wait(WAIT)
     a.agent.shutdown()
-    caller.join(0.5)
-    event("x").set()
     caller.join(WAIT)
+    event("x").set()
     assert "error" in kept
 
 
@@ -630,7 +629,7 @@ def test_join_waits_for_calls_of_all_members(a, b):
     for thread in threads:
         thread.join(WAIT)
     assert sorted(ends) == ["a", "b"]
-    assert future.done()
+    assert future.wait() == "x"
 
 
 def test_join_names_the_members_that_do_not_come(a, b):
@@ -712,8 +711,10 @@ def test_hooks_accompany_a_call_there_and_back(start, way):
         assert a.sync(b, add, 1, 2) == 30
     else:
         assert a.future(b, add, 1, 2).wait() == 30
-    sent = {"sync": ["send sync b"], "future": ["send async b", "sent"]}[way]
-    assert log == [*sent, "receive there", "result back"]
+    if way == "future":
+        log.remove("sent")  # before or after the call is received
+    mode = {"sync": "sync", "future": "async"}[way]
+    assert log == [f"send {mode} b", "receive there", "result back"]
 
 
 def test_a_hook_that_does_not_want_a_call_is_not_asked(start):

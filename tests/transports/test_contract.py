@@ -16,7 +16,7 @@ from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 from rayrpc.errors import CallError, WorkerDiedError
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 60.0
 
 
 class Side:

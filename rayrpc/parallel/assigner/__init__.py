@@ -9,10 +9,17 @@ files, in the order in which an assignment meets them:
 3. ``placement``: ... and solve that problem.
 
 Invariant: ``placement`` knows no devices, only numbers of them.
+
+Names that machin's module has can be replaced here, with effect in all files.
 """
 
+import psutil
+
+from rayrpc.parallel._replaceable import make_replaceable
 from rayrpc.parallel.assigner.cluster_assigner import ClusterModelAssigner
 from rayrpc.parallel.assigner.devices import GPUtil
 from rayrpc.parallel.assigner.model_assigner import ModelAssigner, ModelSizeEstimator
 
-__all__ = ["ClusterModelAssigner", "GPUtil", "ModelAssigner", "ModelSizeEstimator"]
+__all__ = ["ClusterModelAssigner", "GPUtil", "ModelAssigner", "ModelSizeEstimator", "psutil"]
+
+make_replaceable(__name__)

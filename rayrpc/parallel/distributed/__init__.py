@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+from rayrpc.parallel._replaceable import make_replaceable
 from rayrpc.parallel.distributed.collective_group import CollectiveGroup
 from rayrpc.parallel.distributed.rpc_group import RpcGroup
 from rayrpc.parallel.distributed.world import (
@@ -39,3 +40,5 @@ __all__ = [
     "get_world",
     "is_world_initialized",
 ]
+
+make_replaceable(__name__)

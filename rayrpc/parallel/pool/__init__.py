@@ -26,6 +26,8 @@ Invariants:
   for the results that it keeps and, if others are idle, for the tasks that it has not begun.
 """
 
+from rayrpc.parallel._replaceable import make_replaceable
+from rayrpc.parallel.pickle import dumps, loads
 from rayrpc.parallel.pool.base import BasePool, PoolStates
 from rayrpc.parallel.pool.contexts import CtxPoolStorage, proxy_ctx_caller
 from rayrpc.parallel.pool.processes import CtxPool, P2PPool, Pool
@@ -50,5 +52,9 @@ __all__ = [
     "Pool",
     "PoolStates",
     "ThreadPool",
+    "dumps",
+    "loads",
     "proxy_ctx_caller",
 ]
+
+make_replaceable(__name__)

@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+from rayrpc.parallel._replaceable import make_replaceable
 from rayrpc.parallel.server.grad_server import PushPullGradServer, PushPullGradServerImpl
 from rayrpc.parallel.server.model_server import PushPullModelServer, PushPullModelServerImpl
 from rayrpc.parallel.server.ordered_server import (
@@ -34,3 +35,5 @@ __all__ = [
     "PushPullModelServer",
     "PushPullModelServerImpl",
 ]
+
+make_replaceable(__name__)

@@ -59,7 +59,7 @@ def pair(key, value):
 
 
 def make_everywhere(members):
-    calls = [rpc.rpc_async(n, make_group, args=(n, members), timeout=30) for n in members]
+    calls = [rpc.rpc_async(n, make_group, args=(n, members), timeout=60) for n in members]
     return {name: call.wait() for name, call in zip(members, calls, strict=True)}
 
 

@@ -29,26 +29,26 @@ def test_apply_returns_the_result(pool):
 def test_apply_async_calls_back_and_returns_the_outcome(pool):
     seen = []
     result = pool.apply_async(add, (1,), {"y": 1}, seen.append)
-    assert result.get(30) == 2 and seen == [2] and result.successful()
+    assert result.get(60) == 2 and seen == [2] and result.successful()
     failed = pool.apply_async(fail, (5,), error_callback=seen.append)
     with pytest.raises(KeyError, match="5"):
-        failed.get(30)
+        failed.get(60)
     assert isinstance(seen[1], KeyError) and not failed.successful()
 
 
 @pytest.mark.parametrize("chunksize", [None, 1, 3])
 def test_map_and_starmap_keep_the_order(pool, chunksize):
     assert pool.map(double, range(10), chunksize) == [2 * i for i in range(10)]
-    assert pool.map_async(double, (i for i in range(3)), chunksize).get(30) == [0, 2, 4]
+    assert pool.map_async(double, (i for i in range(3)), chunksize).get(60) == [0, 2, 4]
     pairs = [(i, i) for i in range(10)]
     assert pool.starmap(add, pairs, chunksize) == [2 * i for i in range(10)]
-    assert pool.starmap_async(add, pairs, chunksize).get(30)[9] == 18
+    assert pool.starmap_async(add, pairs, chunksize).get(60)[9] == 18
     assert pool.map(double, []) == []
 
 
 def test_imap_iterates_over_the_results(pool):
     results = pool.imap(double, range(5))
-    assert results.next(timeout=30) == 0 and list(results) == [2, 4, 6, 8]
+    assert results.next(timeout=60) == 0 and list(results) == [2, 4, 6, 8]
     assert sorted(pool.imap_unordered(double, range(5))) == [0, 2, 4, 6, 8]
     assert pool.imap(double, range(5), chunksize=2) == [0, 2, 4, 6, 8]
     assert sorted(pool.imap_unordered(double, range(5), 2)) == [0, 2, 4, 6, 8]
@@ -97,7 +97,7 @@ def test_get_raises_when_the_timeout_is_over(pool, tmp_path):
     with pytest.raises(multiprocessing.TimeoutError):
         result.get(0.01)
     make_file(path)
-    assert result.get(30) is None
+    assert result.get(60) is None
 
 
 def test_a_pool_cannot_be_pickled(pool):

@@ -31,7 +31,7 @@ def test_threads_are_replaced_after_their_number_of_tasks():
 def test_an_error_of_the_initializer_ends_the_pool():
     pool = ThreadPool(1, fail, ("setup",))
     with pytest.raises(KeyError, match="setup"):
-        pool.apply_async(double, (1,)).get(10)
+        pool.apply_async(double, (1,)).get(60)
     pool.join()
 
 

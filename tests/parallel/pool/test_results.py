@@ -18,7 +18,7 @@ def test_get_waits_for_the_result():
     with pytest.raises(ValueError, match="has not ended"):
         result.successful()
     threading.Timer(0.05, result.set_outcome, (0, (True, 5))).start()
-    assert result.get(5) == 5 and result.successful() and cache == {}
+    assert result.get(60) == 5 and result.successful() and cache == {}
 
 
 def test_the_first_outcome_counts():
@@ -45,7 +45,7 @@ def test_callbacks_run_before_the_result_is_ready():
 def test_an_error_of_a_callback_is_logged_and_the_result_stays(caplog):
     result = AsyncResult(0, {}, lambda value: 1 / 0)
     result.set_outcome(0, (True, 1))
-    assert result.get(1) == 1 and "ZeroDivisionError" in caplog.text
+    assert result.get(60) == 1 and "ZeroDivisionError" in caplog.text
 
 
 def test_a_map_joins_chunks_in_any_order():
@@ -54,7 +54,7 @@ def test_a_map_joins_chunks_in_any_order():
     for index, value in ((2, [4]), (0, [0, 1]), (1, [2, 3])):
         assert not result.ready()
         result.set_outcome(index, (True, value))
-    assert result.get(1) == [0, 1, 2, 3, 4] and cache == {}
+    assert result.get(60) == [0, 1, 2, 3, 4] and cache == {}
     assert MapResult(1, cache, 2, 0).get(0) == [] and cache == {}
 
 
@@ -65,7 +65,7 @@ def test_a_map_waits_for_all_and_raises_the_first_error():
     assert not result.ready()
     result.set_outcome(2, (True, [1]))
     with pytest.raises(ValueError, match="first"):
-        result.get(1)
+        result.get(60)
 
 
 def test_an_iterator_keeps_the_order():

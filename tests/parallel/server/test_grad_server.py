@@ -135,11 +135,13 @@ def queued():
 
 
 def test_stop_ends_the_thread(group):
-    before = threading.active_count()
+    def reducers():
+        return [t for t in threading.enumerate() if t.name == "rayrpc-reducer-mine"]
+
     server = PushPullGradServerImpl("mine", group, reduce_batch_size=2)
     server.start()
     server.start()
-    assert threading.active_count() == before + 1
+    assert len(reducers()) == 1
     server.stop()
     server.stop()
-    assert threading.active_count() == before
+    assert reducers() == []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from rayrpc._transports.direct.wire import prepare
 from rayrpc.errors import CallLostError
 
 SECRET = b"s" * 32
-WAIT_SECONDS = 20.0
+TOKEN = f"callee-{os.getpid()}"  # names a socket of this host
+WAIT_SECONDS = 60.0
 
 
 def frame(call_id, data=b"", buffers=()):
@@ -42,7 +44,7 @@ class Callee:
     def __init__(self):
         self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
         self.watchdog = ReaderWatchdog()
-        self.server = DirectServer("callee", "127.0.0.1", self.threads, self.watchdog)
+        self.server = DirectServer(TOKEN, "127.0.0.1", self.threads, self.watchdog)
         self.answer = lambda frame: frame.data
         self.server.start(SECRET, self.serve, lambda frame, reply: False)
 
@@ -70,7 +72,7 @@ class Owner:
 
     def connect(self, peer):
         connection = dial(self.callee.server, self.family)
-        authenticate(connection)
+        authenticate(connection, self.callee.server.unix.removeprefix("rayrpc-"))
         prepare(connection)
         self.connections.append(connection)
         return connection
@@ -101,8 +103,8 @@ def dial(server, family=socket.AF_UNIX):
             time.sleep(0.01)
 
 
-def authenticate(connection, secret=SECRET):
-    handshake = ClientHandshake(secret, "caller", "callee")
+def authenticate(connection, token):
+    handshake = ClientHandshake(SECRET, "caller", token)
     connection.sendall(handshake.hello)
     challenge = b""
     while len(challenge) < CHALLENGE_SIZE:
@@ -177,9 +179,10 @@ class TestCalls:
             thread.join(WAIT_SECONDS)
 
     def test_after_a_timeout_another_caller_reads(self, callee, connection):
-        callee.answer = lambda f: (f.data and time.sleep(float(f.data)), f.data)[1]
-        late = connection.call(frame(1, b"2.5"))
-        other = connection.call(frame(2, b"2.0"))
+        go = {b"late": threading.Event(), b"other": threading.Event()}
+        callee.answer = lambda f: (go[f.data].wait(WAIT_SECONDS), f.data)[1]
+        late = connection.call(frame(1, b"late"))
+        other = connection.call(frame(2, b"other"))
         result = []
         thread = threading.Thread(target=lambda: result.append(other.wait(WAIT_SECONDS).data))
 
@@ -189,19 +192,22 @@ class TestCalls:
 
         first = threading.Thread(target=times_out, daemon=True)
         first.start()
-        time.sleep(0.05)
         thread.start()
         first.join(WAIT_SECONDS)
         assert result == []
+        go[b"other"].set()
         thread.join(WAIT_SECONDS)
-        assert result == [b"2.0"]
-        assert late.wait(WAIT_SECONDS).data == b"2.5"
+        assert result == [b"other"]
+        go[b"late"].set()
+        assert late.wait(WAIT_SECONDS).data == b"late"
 
     def test_threads_end_when_there_is_nothing_to_do(self, callee, connection):
-        callee.answer = lambda f: (time.sleep(0.3), f.data)[1]
+        may_end = threading.Event()
+        callee.answer = lambda f: may_end.wait(WAIT_SECONDS) and f.data
         calls = [connection.call(frame(i, b"x")) for i in range(1, 20)]
+        assert eventually(lambda: callee.threads.size > 10)
+        may_end.set()
         assert all(call.wait(WAIT_SECONDS).data == b"x" for call in calls)
-        assert callee.threads.size > 10
         assert eventually(lambda: callee.threads.size <= 2)
         assert connection.call(frame(99, b"y")).wait(WAIT_SECONDS).data == b"y"
 
@@ -210,18 +216,28 @@ class TestShortCalls:
     """A short function keeps the role of the reader while calls come one at a time."""
 
     @pytest.fixture
-    def readers(self, callee, monkeypatch):
-        """Return the threads that served calls; a call takes as many seconds as its data says."""
+    def may_end(self):
+        return threading.Event()
+
+    @pytest.fixture
+    def readers(self, callee, may_end, monkeypatch):
+        """Return the threads that served calls; a call takes as many seconds as its data says.
+
+        A call of ``wait`` takes until ``may_end`` is set.
+        """
         threads = []
 
         def answer(frame):
             release_reader(briefly=True)
             threads.append(threading.get_ident())
-            time.sleep(float(frame.data))
+            if frame.data == b"wait":
+                assert may_end.wait(WAIT_SECONDS)
+            else:
+                time.sleep(float(frame.data))
             return frame.data
 
         callee.answer = answer
-        monkeypatch.setattr(reader, "TICK_SECONDS", 5.0)  # the watchdog releases no reader here
+        monkeypatch.setattr(reader, "TICK_SECONDS", 300.0)  # the watchdog releases no reader here
         return threads
 
     def test_one_call_at_a_time_is_served_by_one_thread(self, connection, readers):
@@ -229,26 +245,29 @@ class TestShortCalls:
             assert connection.call(frame(number, b"0.001")).wait(WAIT_SECONDS).data == b"0.001"
         assert len(set(readers)) == 1
 
-    def test_after_calls_at_a_time_others_read_while_one_runs(self, connection, readers):
-        first = connection.call(frame(1, b"0.3"))
+    def test_after_calls_at_a_time_others_read_while_one_runs(self, connection, readers, may_end):
+        first = connection.call(frame(1, b"wait"))
         assert eventually(lambda: readers)
         held_up = connection.call(frame(2, b"0"))  # the first of a crowd
+        may_end.set()
         assert held_up.wait(WAIT_SECONDS) and first.wait(WAIT_SECONDS)
-        long = connection.call(frame(3, b"3"))
+        may_end.clear()
+        long = connection.call(frame(3, b"wait"))
         assert eventually(lambda: len(readers) == 3)
         assert connection.call(frame(4, b"0")).wait(WAIT_SECONDS).data == b"0"
         assert not long.is_done and len(set(readers)) > 1
+        may_end.set()
         assert long.wait(WAIT_SECONDS)
 
 
 class TestBrokenConnections:
     def test_sent_calls_end_with_an_unknown_outcome(self, callee, connection):
-        callee.answer = lambda f: Deferred()
+        arrived = []
+        callee.answer = lambda f: (arrived.append(f.call_id), Deferred())[1]
         called = [connection.call(frame(i)) for i in range(1, 5)]
         outcomes = []
         called[0].on_done(outcomes.append)
-        assert eventually(lambda: callee.server._connections)
-        time.sleep(0.2)
+        assert eventually(lambda: len(arrived) == 4)
         for served in list(callee.server._connections):
             served.close()
         for call in called[1:]:
@@ -311,7 +330,6 @@ class TestBrokenConnections:
             target=lambda: outcomes.append(Value(calls[1].wait(WAIT_SECONDS))), daemon=True
         )
         waiting.start()
-        time.sleep(0.1)
         go.set()
         assert calls[2].wait(WAIT_SECONDS).data == b"rerouted"
         assert eventually(lambda: len(outcomes) == 2)
@@ -341,7 +359,7 @@ class TestUnauthenticatedConnections:
 
     def test_a_peer_without_the_secret_is_refused(self, callee):
         with dial(callee.server) as intruder:
-            answer = ClientHandshake(b"guess", "caller", "callee")
+            answer = ClientHandshake(b"guess", "caller", TOKEN)
             intruder.sendall(answer.hello)
             assert intruder.recv(CHALLENGE_SIZE)
             intruder.sendall(b"\0" * 32)
@@ -375,6 +393,11 @@ class TestUnauthenticatedConnections:
             assert not listener.get_inheritable()
 
 
+def thread_states(pid):
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
 def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
     """The peer is a process of its own, so that it can be stopped."""
     code = (
@@ -398,6 +421,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         )
         assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
         os.kill(process.pid, signal.SIGSTOP)
+        assert eventually(lambda: thread_states(process.pid) == {"T"})
         big = [connection.call(frame(i, b"", [b"x" * 500_000])) for i in range(2, 12)]
         with pytest.raises(TimeoutError):
             big[0].wait(0.3)

@@ -20,7 +20,7 @@ from rayrpc._transports.direct.transport import BULK_BYTES, DirectTransport
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 from rayrpc.errors import CallError, WorkerDiedError
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 class CountingTransport(MemoryTransport):

@@ -20,7 +20,7 @@ from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
 from rayrpc._transports.direct.wire import prepare
 
 LARGE = 100_000
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 pytestmark = pytest.mark.skipif(
     not shared_memory.is_supported(), reason="this system has no files without a name"
