@@ -2,25 +2,28 @@
 
     RpcError (a RuntimeError, as torch's RPC errors are)
     ├── ConfigError (and ValueError)        a setting is unknown or has a wrong value
+    ├── ArgumentTypeError (and TypeError)   an argument of init_rpc has the wrong type
     ├── ClusterError                        no Ray cluster can be reached or started
     ├── PlacementError                      a worker needs resources that no node has
     ├── GroupError                          a group refuses a member, or is incomplete
     ├── NotInitializedError                 init_rpc was not called, or shutdown was
     ├── CallError                           a call did not complete
     │   ├── CallTimeoutError                ... it took longer than its timeout
-    │   ├── SerializationError              ... an argument or its result cannot be sent
+    │   ├── SerializationError (and TypeError)  ... an argument or its result cannot be sent
     │   │   └── DeviceMapError              ... a tensor's device is in no device map
     │   ├── CallLostError                   ... its connection broke: it may or may not have run
     │   └── WorkerDiedError                 ... its callee died or left the group
     └── FunctionNotFoundError (and AttributeError)
                                             the callee cannot import the function of a call
 
-Errors raised by users' functions are not in this tree: they keep their own types.
+Errors raised by users' functions are not in this tree: they keep their own types. As in torch,
+those that ``rpc_sync`` and Futures raise are RuntimeErrors, but for ValueErrors and TypeErrors.
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
     "CallError",
     "CallLostError",
     "CallTimeoutError",
@@ -43,6 +46,10 @@ class RpcError(RuntimeError):
 
 class ConfigError(RpcError, ValueError):
     """A setting is unknown or has a value that it cannot have."""
+
+
+class ArgumentTypeError(RpcError, TypeError):
+    """An argument of ``init_rpc`` has the wrong type."""
 
 
 class ClusterError(RpcError):
@@ -69,7 +76,7 @@ class CallTimeoutError(CallError):
     """A call took longer than its timeout."""
 
 
-class SerializationError(CallError):
+class SerializationError(CallError, TypeError):
     """An argument or a result cannot be sent to another worker."""
 
 

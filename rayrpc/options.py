@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+
+from rayrpc.errors import ConfigError
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
@@ -18,6 +19,7 @@ __all__ = [
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "UNSET_RPC_TIMEOUT",
+    "to_seconds",
     "validate_device_maps",
 ]
 
@@ -28,19 +30,46 @@ DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)
 UNSET_RPC_TIMEOUT: float = -1.0
 
+# torch's names of them
+_DEFAULT_RPC_TIMEOUT_SEC = DEFAULT_RPC_TIMEOUT_SEC
+_DEFAULT_INIT_METHOD = DEFAULT_INIT_METHOD
+_DEFAULT_NUM_WORKER_THREADS = DEFAULT_NUM_WORKER_THREADS
+_UNSET_RPC_TIMEOUT = UNSET_RPC_TIMEOUT
+
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
 
+def to_seconds(value: Any, name: str = "timeout") -> float:
+    """Return a timeout of any real type as a float, as torch takes them.
+
+    Args:
+        value: a number, a numpy or torch scalar, a Fraction, ...
+        name: what it is, for the error.
+
+    Raises:
+        TypeError: it is no real number.
+    """
+    if type(value) is float:
+        return value
+    kind = type(value)
+    try:
+        if hasattr(kind, "__float__") or hasattr(kind, "__index__"):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        pass  # a tensor of several elements, ...
+    raise TypeError(
+        f"incompatible function arguments: {name} must be a number of seconds, got {value!r}"
+    )
+
+
 def _check_timeout(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            "incompatible constructor arguments: rpc_timeout must be a number of seconds, got "
-            f"{type(value).__name__}"
+    seconds = to_seconds(value, "rpc_timeout")
+    if not seconds >= 0:
+        raise ConfigError(
+            f"rpc_timeout must be non-negative: a number of seconds, or 0 for none; got {value}"
         )
-    if value < 0:
-        raise ValueError(f"rpc_timeout must be 0 (none) or more seconds, got {value}")
-    return float(value)
+    return seconds
 
 
 class RpcBackendOptions:
@@ -65,6 +94,19 @@ class RpcBackendOptions:
     ) -> None:
         self.rpc_timeout = rpc_timeout
         self.init_method = init_method
+
+    @property
+    def init_method(self) -> str:
+        """What names the group."""
+        return self._init_method
+
+    @init_method.setter
+    def init_method(self, value: str | bytes) -> None:
+        if not isinstance(value, (str, bytes)):
+            raise TypeError(
+                f"incompatible constructor arguments: init_method must be a str, got {value!r}"
+            )
+        self._init_method = value.decode() if isinstance(value, bytes) else value
 
     @property
     def rpc_timeout(self) -> float:
@@ -117,10 +159,24 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
                 f"{type(num_worker_threads).__name__}"
             )
         if num_worker_threads < 1:
-            raise ValueError(f"num_worker_threads must be at least 1, got {num_worker_threads}")
+            raise ConfigError(f"num_worker_threads must be positive, got {num_worker_threads}")
         self.num_worker_threads = num_worker_threads
-        self.device_maps = {to: _to_device_map(m) for to, m in (device_maps or {}).items()}
+        self.device_maps = device_maps or {}
         self.devices = [_to_device(device) for device in devices or ()]
+
+    @property
+    def device_maps(self) -> dict[str, DeviceMap]:
+        """A copy of the device maps, by the callee's name."""
+        return {to: dict(device_map) for to, device_map in self._device_maps.items()}
+
+    @device_maps.setter
+    def device_maps(self, maps: Mapping[str, Mapping[DeviceType, DeviceType]]) -> None:
+        if not isinstance(maps, Mapping):
+            raise TypeError(
+                "incompatible constructor arguments: device_maps must be a dict of dicts, got "
+                f"{maps!r}"
+            )
+        self._device_maps = {to: _to_device_map(each) for to, each in maps.items()}
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
         """Add to the device map for one callee.
@@ -135,14 +191,14 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         Source: ``torch.distributed.rpc.TensorPipeRpcBackendOptions.set_device_map``.
         """
         full = _to_device_map(device_map)
-        current = self.device_maps.get(to, {})
+        current = self._device_maps.get(to, {})
         for source, target in full.items():
             if source in current and target != current[source]:
                 raise ValueError(
                     "`set_device_map` only supports 1-to-1 mapping, trying"
                     f" to map {source} to {target} and {current[source]}"
                 )
-        self.device_maps[to] = {**current, **full}
+        self._device_maps[to] = {**current, **full}
 
     def set_devices(self, devices: Sequence[DeviceType]) -> None:
         """Set the local devices that calls may use.
@@ -158,6 +214,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [_to_device(device) for device in devices]
 
 
+#: torch's name of the native class
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
+
+
 def _to_device(device: DeviceType) -> torch.device:
     device = torch.device(device)
     if device.type != "cuda":
@@ -168,6 +228,11 @@ def _to_device(device: DeviceType) -> torch.device:
 
 
 def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            "incompatible function arguments: a device map must be a dict from this worker's "
+            f"devices to the callee's, got {device_map!r}"
+        )
     full: DeviceMap = {}
     reverse: DeviceMap = {}
     for source, target in device_map.items():

@@ -14,16 +14,17 @@ from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.rendezvous import find_place
+from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._transports import open_transport
+from rayrpc._transports.process_origin import this_origin
 from rayrpc.config import Settings
-from rayrpc.errors import RpcError
-from rayrpc.futures import make_awaitable
+from rayrpc.errors import ArgumentTypeError, RpcError
+from rayrpc.futures import extend_futures
 from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, validate_device_maps
 
 __all__ = ["choose_backend", "default_options", "make_agent", "open_backend"]
@@ -84,10 +85,10 @@ def open_backend(
         RuntimeError: this process has an agent.
     """
     if not isinstance(name, str):
-        raise TypeError(f"Argument name must be a str, got {type(name).__name__}")
+        raise ArgumentTypeError(f"name must be a str, got {name!r}")
     for argument, value in (("rank", rank), ("world_size", world_size)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"Argument {argument} must be an int, got {type(value).__name__}")
+            raise ArgumentTypeError(f"`{argument}` must be an integer, got {value!r}")
     if current.is_set():
         raise RpcError("RPC is already initialized")
     if backend is None or backend_registry.is_ours(backend):
@@ -135,7 +136,8 @@ def make_agent(
     place = find_place(options.init_method, rank, world_size or None, environ, settings.group)
     WorkerInfo(name, place.rank)  # checks the name before anything is started
     token = uuid.uuid4().hex[:12]
-    transport, directory = open_transport(settings, place.key, name, token)
+    key = owned_key(place.key, this_origin())
+    transport, directory = open_transport(settings, key, name, token)
     try:
         snapshot = directory.join(
             Member(
@@ -148,6 +150,8 @@ def make_agent(
                 pid=os.getpid(),
                 main=main_identity(),
                 extra=_devices_to_text(options),
+                origin=this_origin(),  # now: a program starts ranks while the first ones connect
+                named=is_name(place.key),
             ),
             settings.init_timeout,
         )
@@ -161,7 +165,7 @@ def make_agent(
         directory.leave()
         transport.close()
         raise
-    make_awaitable()
+    extend_futures()
     contexts = GradContexts()
     agent = Agent(
         snapshot,

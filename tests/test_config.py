@@ -190,6 +190,11 @@ def test_a_wrong_value_in_the_environment_names_key_variable_value_and_what_is_v
         assert part in message
 
 
+def test_ports_are_a_range_or_one():
+    assert load(environ={"RAYRPC_LISTEN_PORTS": "20000 - 20010"}).listen_ports == "20000-20010"
+    assert load(environ={}, listen_ports=20000).listen_ports == "20000-20000"
+
+
 def test_a_wrong_value_in_the_arguments_names_key_value_and_what_is_valid():
     message = refusal(transport="tcp")
     for part in ("transport", "arguments", "'tcp'", "auto, direct, ray"):
@@ -216,6 +221,13 @@ def test_a_refusal_mentions_none_only_where_none_is_valid():
         ("namespace", None),
         ("group", 1234),
         ("transport", None),
+        ("listen_host", 1),
+        ("listen_ports", "any"),
+        ("listen_ports", "20000-"),
+        ("listen_ports", "20010-20000"),
+        ("listen_ports", "0-10"),
+        ("listen_ports", "65000-65536"),
+        ("listen_ports", True),
         ("rpc_timeout", -1),
         ("rpc_timeout", "60"),
         ("rpc_timeout", True),

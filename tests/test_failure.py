@@ -332,6 +332,33 @@ def our_threads() -> dict[int | None, str]:
     return {t.ident: t.name for t in threading.enumerate() if t.name.startswith("rayrpc")}
 
 
+WITHOUT_RAY = """
+import os, time
+import ray
+import rayrpc as rpc
+
+if __name__ == "__main__":
+    rpc.start_workers(["alice", "bob"])
+    assert rpc.rpc_sync("alice", int, args=(5,)) == 5
+    ray.shutdown()
+    for _ in range(30):
+        time.sleep(0.1)
+        assert not ray.is_initialized()
+    try:
+        rpc.rpc_sync("bob", int, args=(6,))
+    except rpc.errors.CallError as exc:
+        print(exc, flush=True)
+    assert not ray.is_initialized()
+    os._exit(0)
+"""
+
+
+def test_nothing_starts_ray_again_that_was_shut_down_under_rpc(ray_cluster, start, script):
+    run = start(script(WITHOUT_RAY))
+    assert run.end() == 0, run.output
+    assert "RPC worker 'bob'" in run.output
+
+
 @pytest.mark.parametrize(
     "found",
     [actors_of_this_session, pytest.param(our_threads, marks=pytest.mark.slow)],

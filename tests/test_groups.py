@@ -20,6 +20,8 @@ from conftest import ROOT, eventually, python_path
 
 import rayrpc as rpc
 from rayrpc import errors
+from rayrpc._protocol.rendezvous import owned_key
+from rayrpc._transports.process_origin import this_origin
 
 ports = itertools.count(29700)  # parts of keys: no port is bound
 
@@ -162,7 +164,7 @@ def all_do(puppets: list[Puppet], codes: list[str]) -> list[Any]:
 
 def find_directory(key: str) -> Any:
     """Return the directory of the group with this key; ValueError if it does not run."""
-    name = f"rayrpc-directory:{key.removeprefix('tcp://')}"
+    name = f"rayrpc-directory:{owned_key(key.removeprefix('tcp://'), this_origin())}"
     return ray.get_actor(name, namespace=rpc.settings().namespace)
 
 
@@ -239,8 +241,16 @@ class TestStatic:
 
     def test_a_complete_group_refuses_one_more(self, puppets, key):
         all_do(puppets[:2], [join(f"w{rank}", key, rank, 2) for rank in range(2)])
-        with pytest.raises(PuppetError, match=r"is complete: its 2 workers \(w0, w1\) are alive"):
+        with pytest.raises(
+            PuppetError, match=r"is complete: its 2 workers \(w0, w1\) are alive"
+        ) as exc:
             puppets[2].do(join("w2", key, 1, 2))
+        user, host = this_origin()[:2]
+        for puppet in puppets[:2]:
+            pid = puppet.process.pid
+            script = puppet.process.args[-1]
+            user_of_key = f"user {user!r}, program {script!r}, host {host!r}, pid {pid}"
+            assert user_of_key in str(exc.value)
 
     def test_the_same_key_serves_one_group_after_another(self, puppets, key):
         for number in range(3):
@@ -426,14 +436,17 @@ class TestAlone:
             lambda: rpc.remote("a", min),
             lambda: rpc.get_worker_info(),
             lambda: rpc.shutdown(),
-            lambda: rpc.get_rpc_timeout(),
             lambda: rpc._all_gather(1),
         ],
-        ids=["rpc_sync", "rpc_async", "remote", "info", "shutdown", "timeout", "gather"],
+        ids=["rpc_sync", "rpc_async", "remote", "info", "shutdown", "gather"],
     )
     def test_nothing_works_before_init_rpc(self, call):
         with pytest.raises(errors.NotInitializedError, match="RPC has not been initialized"):
             call()
+
+    def test_the_timeout_before_init_rpc_is_refused_in_torchs_words(self):
+        with pytest.raises(errors.NotInitializedError, match="Current RPC agent is not set"):
+            rpc.get_rpc_timeout()
 
     def test_nothing_works_after_shutdown(self, alone):
         rpc.shutdown()

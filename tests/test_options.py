@@ -69,14 +69,14 @@ def test_the_timeout_can_be_set_later():
     made.rpc_timeout = 0  # none
 
 
-@pytest.mark.parametrize("timeout", ["1", None, True])
+@pytest.mark.parametrize("timeout", ["1", None, [1]])
 def test_a_timeout_is_a_number(timeout):
-    with pytest.raises(TypeError, match="incompatible constructor arguments"):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         RpcBackendOptions(rpc_timeout=timeout)
 
 
 def test_a_timeout_is_not_negative():
-    with pytest.raises(ValueError, match="rpc_timeout must be 0"):
+    with pytest.raises(ValueError, match="rpc_timeout must be non-negative"):
         RpcBackendOptions(rpc_timeout=-1)
 
 
@@ -87,7 +87,7 @@ def test_the_number_of_threads_is_an_int(threads):
 
 
 def test_there_is_at_least_one_thread():
-    with pytest.raises(ValueError, match="num_worker_threads must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_worker_threads must be positive, got 0"):
         TensorPipeRpcBackendOptions(num_worker_threads=0)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-__all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh"]
+__all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh", "text_of"]
 
 T = TypeVar("T")
 
@@ -80,23 +81,44 @@ def attempt(compute: Callable[[], T]) -> Outcome[T]:
         return Error(exc)
 
 
-def complete(future: Any, outcome: Outcome[Any]) -> None:
-    """Complete a torch Future.
+def text_of(error: BaseException, show: Callable[[object], str] = str) -> str:
+    """Return an exception's text.
 
     Args:
-        future: the Future; must be pending.
+        error: the exception; its class may raise anything when it is shown.
+        show: ``str`` or ``repr``.
+    """
+    try:
+        return show(error)
+    except BaseException:
+        return f"<{type(error).__qualname__} that cannot be shown>"
+
+
+def complete(future: Any, outcome: Outcome[Any]) -> None:
+    """Complete a torch Future, unless the program has completed it.
+
+    Args:
+        future: the Future.
         outcome: an error that is no ``Exception`` becomes a RuntimeError, as in torch.
     """
-    if isinstance(outcome, Value):
-        future.set_result(outcome.value)
+    if future.done():
         return
-    error = outcome.error
-    if not isinstance(error, Exception):
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    # as Future.set_exception does, but each wait() raises a copy of its own
-    future._set_unwrap_func(_raise_fresh)
-    future.set_result(error.with_traceback(None))
+    try:
+        if isinstance(outcome, Value):
+            future.set_result(outcome.value)
+            return
+        error = outcome.error
+        if not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+        # as Future.set_exception does, but each wait() raises a copy of its own
+        future._set_unwrap_func(functools.partial(_raise_fresh, error.with_traceback(None)))
+        future.set_result(error)
+    except RuntimeError:
+        if not future.done():  # else the program was faster, just now
+            raise
 
 
-def _raise_fresh(error: BaseException) -> NoReturn:
-    raise fresh(error)
+def _raise_fresh(error: BaseException, value: Any) -> Any:
+    if value is error:
+        raise fresh(error)
+    return value  # the program's, which was faster

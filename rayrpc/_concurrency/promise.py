@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["OneShot", "Promise"]
+__all__ = ["OneShot", "PENDING", "Promise", "run_callbacks"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PENDING: Any = object()
+#: the value before it is set; for subclasses
+PENDING: Any = object()
 
 
 class OneShot(Generic[T]):
@@ -27,40 +31,42 @@ class OneShot(Generic[T]):
 
     def __init__(self, lock: threading.Lock | None = None) -> None:
         self._lock = threading.Lock() if lock is None else lock
-        self._value: T = _PENDING
+        self._value: T = PENDING
         self._callbacks: list[Callable[[T], object]] | None = None
 
     @property
     def is_done(self) -> bool:
         """Tell whether the value was set."""
-        return self._value is not _PENDING
+        return self._value is not PENDING
 
     @property
     def value(self) -> T | None:
         """The value; None while it is pending."""
         value = self._value
-        return None if value is _PENDING else value
+        return None if value is PENDING else value
 
     def set(self, value: T) -> bool:
         """Set the value, and run the callbacks in this thread.
+
+        An exception of a callback is logged: the thread may be the reader of a connection.  One
+        that is no ``Exception``, such as an interrupt, is raised when all callbacks were called.
 
         Returns:
             False if it was set before: then nothing changes.
         """
         with self._lock:
-            if self._value is not _PENDING:
+            if self._value is not PENDING:
                 return False
             self._value = value
             callbacks = self._callbacks
             self._callbacks = None
         if callbacks is not None:
-            for callback in callbacks:
-                callback(value)
+            run_callbacks(callbacks, value)
         return True
 
     def add_callback(self, callback: Callable[[T], object]) -> None:
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
-        if self._value is _PENDING:
+        if self._value is PENDING:
             with self._lock:
                 if self._add(callback):
                     return
@@ -68,7 +74,7 @@ class OneShot(Generic[T]):
 
     def _add(self, callback: Callable[[T], object]) -> bool:
         """Add a callback, with the lock held; return False if the value was set."""
-        if self._value is not _PENDING:
+        if self._value is not PENDING:
             return False
         if self._callbacks is None:
             self._callbacks = [callback]
@@ -93,7 +99,7 @@ class OneShot(Generic[T]):
         Raises:
             TimeoutError: it was not set in time.
         """
-        if self._value is _PENDING:
+        if self._value is PENDING:
             done = threading.Lock()
             done.acquire()
 
@@ -106,6 +112,20 @@ class OneShot(Generic[T]):
             ) and self.remove_callback(wake):
                 raise TimeoutError
         return self._value
+
+
+def run_callbacks(callbacks: list[Callable[[T], object]], value: T) -> None:
+    """Call all callbacks; log their exceptions, but raise an interrupt at the end."""
+    interrupt = None
+    for callback in callbacks:
+        try:
+            callback(value)
+        except Exception:
+            logger.exception("error in a callback")
+        except BaseException as exc:
+            interrupt = exc
+    if interrupt is not None:
+        raise interrupt
 
 
 class Promise(OneShot[T]):

@@ -10,6 +10,9 @@ handler for more than a tick.
                                        └── release ──> RELEASED    another thread reads
 
 ``message_done`` returns False in the state RELEASED: the thread leaves the connection.
+
+Invariant: a thread uses what a reader uses, the receive buffer and its poll object, in the state
+READING, or in ``look_ahead``, during which it cannot be released.  So two threads never do.
 """
 
 from __future__ import annotations
@@ -173,6 +176,15 @@ class ReaderRole:
                 return False
             self.state = READING
             return True
+
+    def look_ahead(self, look: Callable[[], bool]) -> bool:
+        """Return ``look()``, which uses the connection as a reader; False if this thread is none.
+
+        Args:
+            look: must not block.
+        """
+        with self._lock:
+            return self.state != RELEASED and look()
 
     def release(self, serial: int | None = None) -> None:
         """Hand over, if the thread handles a message.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -22,7 +23,8 @@ class ThreadCache:
     """Run tasks in daemon threads; a task that blocks does not block the tasks after it.
 
     A callback may block on the result of another call, whose callback must then run: a pool of
-    fixed size would deadlock.  So the pool grows whenever its queue makes no progress.
+    fixed size would deadlock.  So the pool grows whenever its queue makes no progress.  While the
+    system starts no more threads, tasks stay in the queue, and the watchdog tries again.
 
     Args:
         name (str): prefix of the threads' names.
@@ -43,6 +45,7 @@ class ThreadCache:
         self._taken = 0  # tasks so far
         self._watchdog: threading.Thread | None = None
         self._is_watching = threading.Event()
+        self._is_short = False  # the last thread could not be started
         self._closed = False
 
     @property
@@ -55,20 +58,20 @@ class ThreadCache:
 
         Args:
             task: what it raises is logged.
+
+        Raises:
+            RuntimeError: this is the first task, and the system starts no thread; a later task is
+                never refused.
         """
         with self._changed:
+            if self._watchdog is None:
+                self._watchdog = self._start_watchdog()
             self._tasks.append(task)
             if self._idle >= len(self._tasks):
                 self._changed.notify()
                 return
-            if self._count < self._soft_limit:
-                self._start()
+            if self._count < self._soft_limit and self._start():
                 return
-            if self._watchdog is None:
-                self._watchdog = threading.Thread(
-                    target=self._watch, name=f"{self._name}-watchdog", daemon=True
-                )
-                self._watchdog.start()
             if not self._is_watching.is_set():
                 self._is_watching.set()
 
@@ -79,11 +82,25 @@ class ThreadCache:
             self._changed.notify_all()
         self._is_watching.set()
 
-    def _start(self) -> None:
+    def _start_watchdog(self) -> threading.Thread:
+        watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watchdog", daemon=True)
+        watchdog.start()
+        return watchdog
+
+    def _start(self) -> bool:
+        """Start a thread, with the lock held; return False if the system starts none."""
+        name = f"{self._name}-{self._started + 1}"
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except (RuntimeError, MemoryError) as exc:
+            if not self._is_short:
+                logger.warning("tasks of %s wait, because no thread starts: %s", self._name, exc)
+            self._is_short = True
+            return False
+        self._is_short = False
         self._count += 1
         self._started += 1
-        name = f"{self._name}-{self._started}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        return True
 
     def _run(self) -> None:
         while True:
@@ -103,12 +120,13 @@ class ThreadCache:
             try:
                 task()  # type: ignore[misc]
             except BaseException:
-                logger.exception("error in a task of %s", self._name)
+                with contextlib.suppress(BaseException):  # an error may fail to be shown
+                    logger.exception("error in a task of %s", self._name)
             task = None  # an idle thread must not keep the task's objects alive
 
     def _watch(self) -> None:
         """Start a thread whenever tasks are queued and no thread takes one."""
-        while not self._closed:
+        while self._tasks or not self._closed:
             self._is_watching.wait()
             taken = self._taken
             time.sleep(STALL_SECONDS)
@@ -166,16 +184,34 @@ class Slots:
                 self._free += 1
                 return
             task = self._backlog.popleft()
-        self._cache.submit(lambda: self._run(task))
+        try:
+            self._start(task)
+        except RuntimeError:
+            with self._lock:
+                self._backlog.appendleft(task)  # for the next thread that leaves
+            logger.exception("a call waits, because no thread starts")
 
     def submit(self, task: Task) -> None:
-        """Run a task in another thread as soon as a slot is free."""
+        """Run a task in another thread as soon as a slot is free.
+
+        Raises:
+            RuntimeError: the system starts no thread; see ``ThreadCache.submit``.
+        """
         with self._lock:
             if self._free == 0:
                 self._backlog.append(task)
                 return
             self._free -= 1
-        self._cache.submit(lambda: self._run(task))
+        self._start(task)
+
+    def _start(self, task: Task) -> None:
+        """Run a task in another thread, in a slot that is taken; release it if that fails."""
+        try:
+            self._cache.submit(lambda: self._run(task))
+        except RuntimeError:
+            with self._lock:
+                self._free += 1
+            raise
 
     def _run(self, task: Task) -> None:
         try:

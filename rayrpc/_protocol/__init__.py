@@ -3,6 +3,8 @@
 In the order in which a worker meets them:
 
     rendezvous    an ``init_method`` is parsed to the key of a group and a rank
+    origin        who started a process: the owner and the run of what it joins
+    group         the state machine of a key: who is in a group with whom
     membership    the state machine of a group: who is admitted, who left or died, barriers
     ids           identities of workers, RRefs and forks
     messages      ``Frame``: the request and the reply of a call, and the RRef messages on them

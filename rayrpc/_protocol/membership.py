@@ -1,49 +1,35 @@
-"""The members of a group: a pure state machine that the group's directory runs.
+"""The members of a group in one session: a pure state machine.
 
-A group is named by its key.  Under one key, sessions follow one another.  A session is static
-(``world_size`` members) or dynamic (members join and leave at any time):
+A session is static (``world_size`` members) or dynamic (members join and leave at any time):
 
-    static    FORMING ──(all ranks joined)──> COMPLETE ──(a member left or died)──> BROKEN
+    static    COMPLETE ──(a member left or died)──> BROKEN
     dynamic   OPEN
 
-A session ends when it has no members and no pending joins.  What a join finds decides on it:
-
-    no session, or a BROKEN one    a new session starts; the members of the BROKEN one go on in it,
-                                   so that a crashed run does not block the next one
-    FORMING                        it is pending until all ranks have joined
-    OPEN                           it is admitted at once
-    COMPLETE                       it is refused
-
-A join is also refused if its name or rank is taken, or if it asks for another kind of group or
-another ``world_size``.
-
-Events go in (``join``, ``remove``, ``report``), decisions come out: ``Admitted`` or ``Refused``,
-and why.  Members ask for the changes after the version that they know.
+It ends when it has no members.  Who is in it is decided by ``group``.  Members ask for the changes
+after the version that they know.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
+
+from rayrpc._protocol.origin import Origin
 
 __all__ = [
     "Admitted",
     "Change",
     "Decision",
-    "Group",
     "Member",
     "Refused",
     "Session",
     "SessionState",
     "Snapshot",
+    "not_unique",
+    "rank_taken",
 ]
-
-MIXED = (
-    "RPC group mixes statically and dynamically initialized members which is not supported. "
-    "Static group has a `world_size` set and is a fixed size. Dynamic group has no `world_size` "
-    "set and allows ranks to join and leave."
-)
 
 
 @dataclass(frozen=True)
@@ -62,6 +48,8 @@ class Member:
             their scripts by reference.
         epoch (int): how often its id was used before in this session.
         extra (dict): further settings for peers (device maps, ...).
+        origin (Origin): who started its process.
+        named (bool): the group's key is a name, and not an address.
     """
 
     token: str
@@ -74,6 +62,8 @@ class Member:
     main: str = ""
     epoch: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    origin: Origin = field(default_factory=Origin)
+    named: bool = False
 
 
 class Change(NamedTuple):
@@ -94,6 +84,7 @@ class Snapshot(NamedTuple):
         members (list[Member]): all members.
         version (int): how many changes ``members`` includes.
         secret (bytes): by which members authenticate one another; empty if they need not.
+        note (str): what the user may want to know; empty: nothing.
     """
 
     session: int
@@ -101,6 +92,7 @@ class Snapshot(NamedTuple):
     members: list[Member]
     version: int
     secret: bytes = b""
+    note: str = ""
 
 
 class Admitted(NamedTuple):
@@ -123,7 +115,6 @@ Decision = Admitted | Refused
 class SessionState(Enum):
     """The state of a session; see the drawing above."""
 
-    FORMING = "forming"
     COMPLETE = "complete"
     BROKEN = "broken"
     OPEN = "open"
@@ -134,87 +125,91 @@ class Session:
 
     Args:
         number (int): counts the sessions of the group.
-        world_size (int | None): None: dynamic.
+        members (list[Member]): of a static one; none: it is dynamic.
     """
 
-    def __init__(self, number: int, world_size: int | None) -> None:
+    def __init__(self, number: int, members: Sequence[Member] = ()) -> None:
         self.number = number
-        self.world_size = world_size
-        self.state = SessionState.OPEN if world_size is None else SessionState.FORMING
-        self.pending: dict[str, Member] = {}  # by token
-        self.members: dict[str, Member] = {}  # by token
+        self.state = SessionState.COMPLETE if members else SessionState.OPEN
+        self.members = {member.token: member for member in members}
         self.changes: list[Change] = []
+        #: of a session that was restored: its version then, before ``changes``
+        self.restored_version = 0
         self._epochs: dict[int, int] = {}  # by id: how often it was used
         self._reports: dict[str, dict[str, Any]] = {}  # by barrier and token
+
+    @classmethod
+    def restored(cls, number: int, members: Sequence[Member], version: int) -> Session:
+        """Return a session as its members know it.
+
+        Args:
+            number: of the session.
+            members: all of them.
+            version: of the session.
+        """
+        session = cls(number)
+        session.restored_version = version
+        for member in members:
+            session._put(member)
+        size = members[0].world_size
+        if size is not None:
+            is_whole = len(members) == size
+            session.state = SessionState.COMPLETE if is_whole else SessionState.BROKEN
+        return session
+
+    def restore(self, member: Member) -> None:
+        """Take back a member that only it itself knows of."""
+        self._admit(member)
+
+    def has_namesake(self, member: Member) -> bool:
+        """Tell whether another member has the name or the id of this one."""
+        return any(m.name == member.name or m.id == member.id for m in self.members.values())
+
+    def _put(self, member: Member) -> None:
+        self.members[member.token] = member
+        self.note_epochs({member.id: member.epoch + 1})
+
+    def note_epochs(self, epochs: dict[int, int]) -> None:
+        """Note how often ids were used, at least."""
+        for rank, count in epochs.items():
+            self._epochs[rank] = max(self._epochs.get(rank, 0), count)
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether it was formed with a ``world_size``."""
+        return self.state is not SessionState.OPEN
 
     @property
     def version(self) -> int:
         """The number of changes so far."""
-        return len(self.changes)
+        return self.restored_version + len(self.changes)
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the session has no members and no pending joins."""
-        return not self.members and not self.pending
+        """Tell whether the session has no members."""
+        return not self.members
 
-    def join(self, request: Member) -> list[Decision]:
-        """Decide on a join, and on the pending joins that it completes."""
-        if (request.world_size is None) != (self.world_size is None):
-            return [Refused(request.token, MIXED)]
-        if self.world_size is None:
-            return [self._join_dynamic(request)]
-        return self._join_static(request)
-
-    def _join_dynamic(self, request: Member) -> Decision:
+    def join(self, request: Member) -> Decision:
+        """Decide on a join to a dynamic session."""
         ids = {m.id: m for m in self.members.values()}
         for other in self.members.values():
             if other.name == request.name:
-                return Refused(request.token, _not_unique(request, other))
+                return Refused(request.token, not_unique(request, other))
         rank = request.id
         if rank < 0:
             rank = next(i for i in range(len(ids) + 1) if i not in ids)
         elif rank in ids:
-            return Refused(request.token, _rank_taken(request, ids[rank]))
-        epoch = self._epochs.get(rank, 0)
-        self._epochs[rank] = epoch + 1
-        return self._admit(replace(request, id=rank, epoch=epoch))
-
-    def _join_static(self, request: Member) -> list[Decision]:
-        if request.world_size != self.world_size:
-            return [
-                Refused(
-                    request.token,
-                    f"RPC worker {request.name!r} (rank {request.id}) asks for world_size "
-                    f"{request.world_size}, but the group is being formed with world_size "
-                    f"{self.world_size}. Give every worker the same world_size.",
-                )
-            ]
-        for other in self.pending.values():
-            if other.id == request.id:
-                return [Refused(request.token, _rank_taken(request, other))]
-        self.pending[request.token] = request
-        if len(self.pending) < (self.world_size or 0):
-            return []
-        members = sorted(self.pending.values(), key=lambda m: m.id)
-        self.pending.clear()
-        by_name: dict[str, Member] = {}
-        for member in members:
-            if member.name in by_name:
-                reason = _not_unique(member, by_name[member.name])
-                return [Refused(m.token, reason) for m in members]
-            by_name[member.name] = member
-        self.state = SessionState.COMPLETE
-        self.members = {m.token: m for m in members}
-        return [Admitted(m.token, Snapshot(self.number, m, members, 0)) for m in members]
+            return Refused(request.token, rank_taken(request, ids[rank]))
+        return self._admit(replace(request, id=rank, epoch=self._epochs.get(rank, 0)))
 
     def _admit(self, member: Member) -> Decision:
-        self.members[member.token] = member
+        self._put(member)
         self.changes.append(Change(self.version + 1, "joined", member))
         members = list(self.members.values())
         return Admitted(member.token, Snapshot(self.number, member, members, self.version))
 
     def remove(self, token: str, kind: str, cause: str = "") -> bool:
-        """Remove a member or a pending join.
+        """Remove a member.
 
         Args:
             token: of the membership.
@@ -224,26 +219,17 @@ class Session:
         Returns:
             False if it was not in the session.
         """
-        if self.pending.pop(token, None) is not None:
-            return True
         member = self.members.pop(token, None)
         if member is None:
             return False
         self.changes.append(Change(self.version + 1, kind, member, cause))
-        if self.world_size is not None:
+        if self.is_static:
             self.state = SessionState.BROKEN
         return True
 
     def since(self, version: int) -> list[Change]:
-        """Return the changes after a version."""
-        return self.changes[version:]
-
-    def missing(self) -> list[int]:
-        """Return the ranks that have not joined a FORMING session."""
-        if self.state is not SessionState.FORMING:
-            return []
-        joined = {m.id for m in self.pending.values()}
-        return [rank for rank in range(self.world_size or 0) if rank not in joined]
+        """Return the changes after a version, which is not before the restored one."""
+        return self.changes[version - self.restored_version :]
 
     def report(self, tag: str, token: str, payload: Any) -> None:
         """Record that a member reached the barrier ``tag``, with a payload for the others."""
@@ -262,72 +248,19 @@ class Session:
         return sorted(m.name for m in self.members.values() if m.token not in reports)
 
 
-class Group:
-    """All sessions under one key.
-
-    Args:
-        key (str): names the group.
-    """
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.sessions: list[Session] = []
-        # None before the first join; kept from session to session, as long as the directory runs
-        self.was_static: bool | None = None
-        self._count = 0  # sessions so far
-
-    def join(self, request: Member) -> tuple[Session | None, list[Decision]]:
-        """Decide on a join.
-
-        Returns:
-            The session that it joins, None if it is refused before; and the decisions on this and
-            on pending joins.
-        """
-        self.sessions = [s for s in self.sessions if not s.is_over]
-        session = self.sessions[-1] if self.sessions else None
-        if self.was_static is not None and self.was_static != (request.world_size is not None):
-            return None, [Refused(request.token, MIXED)]
-        if session is None or session.state is SessionState.BROKEN:
-            session = Session(self._count, request.world_size)
-            self._count += 1
-            self.sessions.append(session)
-            self.was_static = request.world_size is not None
-        elif session.state is SessionState.COMPLETE:
-            if request.world_size is None:
-                return None, [Refused(request.token, MIXED)]
-            names = ", ".join(sorted(m.name for m in session.members.values()))
-            return None, [
-                Refused(
-                    request.token,
-                    f"RPC group {self.key!r} is complete: its {session.world_size} workers "
-                    f"({names}) are alive. Wait until that run has ended, or use another "
-                    "MASTER_PORT or init_method.",
-                )
-            ]
-        return session, session.join(request)
-
-    def find(self, token: str) -> Session | None:
-        """Return the session with this member or pending join."""
-        for session in self.sessions:
-            if token in session.members or token in session.pending:
-                return session
-        return None
-
-    @property
-    def is_empty(self) -> bool:
-        """Tell whether all sessions have ended."""
-        return all(s.is_over for s in self.sessions)
-
-
-def _not_unique(one: Member, other: Member) -> str:
+def not_unique(one: Member, other: Member) -> str:
+    """Return why a name is refused."""
     return (
         f"RPC worker name {one.name} is not unique. Workers {other.id} and {one.id} have the "
-        "same name. Give every worker of the group a name of its own."
+        f"same name; the first is of {other.origin}. Give every worker of the group a name of its "
+        "own."
     )
 
 
-def _rank_taken(one: Member, other: Member) -> str:
+def rank_taken(one: Member, other: Member) -> str:
+    """Return why a rank is refused."""
     return (
         f"RPC worker {one.name!r} asks for rank {one.id}, which worker {other.name!r} (pid "
-        f"{other.pid} on {other.node or 'this node'}) has. Give every worker a rank of its own."
+        f"{other.pid} on {other.node or 'this node'}) has. It is of {other.origin}. Give every "
+        "worker a rank of its own, and other programs another MASTER_PORT or init_method."
     )

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -35,10 +36,12 @@ __all__ = [
     "ForkAck",
     "ForkRequest",
     "Frame",
+    "FrameError",
     "Kind",
     "Payload",
     "UserDelete",
     "flat",
+    "size_of",
 ]
 
 
@@ -51,6 +54,10 @@ class Kind(IntEnum):
     CONTROL = 3
     VALUE = 4
     ERROR = 5
+
+
+class FrameError(EOFError):
+    """A message is malformed.  It ends its connection: what follows it cannot be read."""
 
 
 class Fork(NamedTuple):
@@ -143,6 +150,8 @@ class Frame:
         forks (tuple[Fork, ...]): the RRefs in the payload, which refers to them by position.
         data (bytes): the pickled payload.
         buffers (list): out-of-band buffers of the pickle.
+        is_stable (bool): the sender writes nothing to the buffers until the reply has arrived; else
+            they may change as soon as the frame was given to a transport.
     """
 
     kind: Kind
@@ -158,12 +167,20 @@ class Frame:
     forks: tuple[Fork, ...] = ()
     data: bytes = b""
     buffers: list[Any] = field(default_factory=list)
+    is_stable: bool = field(default=False, compare=False)
+
+    def keep_buffers(self) -> None:
+        """Copy the buffers, unless they are stable."""
+        if not self.is_stable:
+            self.buffers = [bytearray(flat(buffer)) for buffer in self.buffers]
+            self.is_stable = True
 
     def pack(self) -> bytes:
         """Encode all but the buffers.
 
         kind (1) | flags (1) | src (4) | session (8) | call id (8) | ack (8); if the flags say so,
-        two identities (32), and the length (4) of a pickle and the pickle; then the data.
+        two identities (32), and the length (4) and checksum (4) of a pickle, and the pickle; then
+        the data.
         """
         flags = 0
         front = b""
@@ -175,49 +192,78 @@ class Frame:
         if self.control or self.forks or self.meta is not None:
             flags |= _HAS_MORE
             more = pickle.dumps((self.meta, self.control, self.forks), 5)
-            front += _LENGTH.pack(len(more)) + more
+            front += _MORE.pack(len(more), zlib.crc32(more)) + more
         head = _HEAD.pack(self.kind, flags, self.src, self.session, self.call_id, self.ack)
         return head + front + self.data
 
     @staticmethod
-    def unpack(head: bytes, buffers: Sequence[Any] = ()) -> Frame:
-        """Decode the frame that ``pack`` encoded, and add its buffers."""
-        kind, flags, src, session, call_id, ack = _HEAD.unpack_from(head)
-        position = _HEAD.size
-        rref_id = fork_id = meta = None
-        control: tuple[Control, ...] = ()
-        forks: tuple[Fork, ...] = ()
-        if flags & _HAS_IDS:
-            ids = _IDS.unpack_from(head, position)
-            rref_id, fork_id = GloballyUniqueId(*ids[:2]), GloballyUniqueId(*ids[2:])
-            position += _IDS.size
-        if flags & _HAS_MORE:
-            (length,) = _LENGTH.unpack_from(head, position)
-            position += _LENGTH.size
-            meta, control, forks = pickle.loads(head[position : position + length])
-            position += length
-        return Frame(
-            _KINDS[kind],
-            session,
-            src,
-            call_id,
-            rref_id,
-            fork_id,
-            flags & _IS_ASYNC != 0,
-            meta,
-            ack,
-            control,
-            forks,
-            head[position:],
-            list(buffers) if buffers else [],
-        )
+    def unpack(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Frame:
+        """Decode the frame that ``pack`` encoded, and add its buffers.
+
+        Raises:
+            FrameError: ``pack`` encoded nothing like it.
+        """
+        try:
+            kind, flags, src, session, call_id, ack = _HEAD.unpack_from(head)
+            position = _HEAD.size
+            rref_id = fork_id = meta = None
+            control: tuple[Control, ...] = ()
+            forks: tuple[Fork, ...] = ()
+            if flags:
+                if flags & _HAS_IDS:
+                    ids = _IDS.unpack_from(head, position)
+                    rref_id, fork_id = GloballyUniqueId(*ids[:2]), GloballyUniqueId(*ids[2:])
+                    position += _IDS.size
+                if flags & _HAS_MORE:
+                    length, checksum = _MORE.unpack_from(head, position)
+                    position += _MORE.size + length
+                    meta, control, forks = _unpack_more(
+                        head[position - length : position], checksum
+                    )
+                if flags > _ALL_FLAGS or position > len(head):
+                    raise FrameError("the flags of a frame do not fit its length")
+            if rref_id is None and kind in _RREF_KINDS:
+                raise FrameError("a frame names no RRef")
+            return Frame(
+                _KINDS[kind],
+                session,
+                src,
+                call_id,
+                rref_id,
+                fork_id,
+                flags & _IS_ASYNC != 0,
+                meta,
+                ack,
+                control,
+                forks,
+                bytes(head[position:]),
+                list(buffers) if buffers else [],
+            )
+        except (IndexError, struct.error) as exc:  # the kind is unknown, or the head too short
+            raise FrameError(f"the header of a frame is malformed: {exc}") from None
+
+
+def _unpack_more(data: bytes | memoryview, checksum: int) -> Any:
+    """Unpickle hooks' entries, RRef messages and forks.
+
+    Unpickling damaged bytes may take any amount of memory, so their checksum is compared first.
+    """
+    if zlib.crc32(data) != checksum:
+        raise FrameError("the RRef messages of a frame are damaged")
+    try:
+        meta, control, forks = pickle.loads(data)
+    except Exception as exc:
+        raise FrameError(f"the RRef messages of a frame cannot be unpickled: {exc}") from exc
+    return meta, control, forks
 
 
 _HEAD = struct.Struct("<BBiqQQ")
 _IDS = struct.Struct("<qQqQ")
-_LENGTH = struct.Struct("<I")
+_MORE = struct.Struct("<II")
 _IS_ASYNC, _HAS_IDS, _HAS_MORE = 1, 2, 4
+_ALL_FLAGS = _IS_ASYNC | _HAS_IDS | _HAS_MORE
 _KINDS = tuple(Kind)
+_RREF_KINDS = (int(Kind.REMOTE), int(Kind.FETCH))
 
 
 def flat(buffer: Any) -> memoryview:
@@ -225,3 +271,8 @@ def flat(buffer: Any) -> memoryview:
     if isinstance(buffer, pickle.PickleBuffer):  # it may be in Fortran order
         return buffer.raw()
     return memoryview(buffer).cast("B")
+
+
+def size_of(frame: Frame) -> int:
+    """Return the bytes of a frame's buffers in all."""
+    return sum(flat(buffer).nbytes for buffer in frame.buffers)

@@ -5,13 +5,18 @@ No port is bound and no address contacted: the key only names the group in the d
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qs, urlparse
 
-__all__ = ["Place", "find_place"]
+from rayrpc._protocol.origin import Origin
 
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+__all__ = ["Place", "find_place", "is_name", "owned_key"]
+
+MAX_PORT = 65535
+_LOOPBACK = "localhost"
 
 
 class Place(NamedTuple):
@@ -57,16 +62,21 @@ def find_place(
     scheme = url.scheme
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
     if rank < 0 and "rank" in query:
-        rank = int(query["rank"])
-    if world_size is None and "world_size" in query and int(query["world_size"]) > 0:
-        world_size = int(query["world_size"])
+        rank = _integer("rank", query["rank"], init_method)
+    if world_size is None and "world_size" in query:
+        size = _integer("world_size", query["world_size"], init_method)
+        world_size = size if size > 0 else None
 
     if scheme == "env":
         key, rank = _from_environment(rank, environ, group)
     elif scheme == "tcp":
-        if not url.port:
+        try:
+            port = url.port
+        except ValueError as exc:
+            raise _error(f"tcp:// rendezvous: the port of {init_method!r}: {exc}") from None
+        if not port:
             raise _error("tcp:// rendezvous: port number missing")
-        key = _address(url.hostname or "", url.port)
+        key = _address(url.hostname or "", port)
     elif scheme == "file":
         path = url.netloc + url.path
         if not path:
@@ -98,10 +108,53 @@ def _from_environment(rank: int, environ: Mapping[str, str], group: str | None) 
     if group is not None and not environ.get("MASTER_ADDR"):
         return group, rank
     if rank < 0:
-        rank = int(need("RANK"))
+        rank = _integer("RANK", need("RANK"), "the environment")
     address = need("MASTER_ADDR")
-    return _address(address, int(need("MASTER_PORT"))), rank
+    port = _integer("MASTER_PORT", need("MASTER_PORT"), "the environment")
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(
+            f"MASTER_PORT: port must have value from 0 to {MAX_PORT} but was {port}; it names the "
+            "group, and all of its workers need the same"
+        )
+    return _address(address, port), rank
+
+
+def _integer(name: str, text: str, where: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} in {where} must be an integer, got {text!r}") from None
 
 
 def _address(host: str, port: int) -> str:
-    return f"{'localhost' if host in _LOOPBACK else host}:{port}"
+    return f"{_LOOPBACK if _is_loopback(host) else host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == _LOOPBACK
+    # a connection to 0.0.0.0 stays on its host
+    return address.is_loopback or address.is_unspecified
+
+
+def is_name(key: str) -> bool:
+    """Tell whether a key is a name that a user chose, and neither an address nor a file."""
+    return not key.startswith("file:") and re.search(r":\d+$", key) is None
+
+
+def owned_key(key: str, origin: Origin) -> str:
+    """Return the key of a group among those of all users of a cluster.
+
+    Args:
+        key (str): of a ``Place``.
+        origin (Origin): of the member; its user owns the group.
+
+    Returns:
+        With the user, and for a loopback address the host of the origin: other users and other
+        hosts have groups of their own.
+    """
+    if key.startswith(f"{_LOOPBACK}:"):
+        return f"{origin.user}/{origin.host}-{origin.loopback}/{key}"
+    return f"{origin.user}/{key}"

@@ -12,12 +12,13 @@ A transport carries frames between the workers of a group.  Every implementation
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import pickle
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rayrpc._concurrency.outcome import Outcome, Value
+from rayrpc._concurrency.outcome import Outcome, Value, text_of
 from rayrpc._concurrency.promise import OneShot, Promise
 from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.messages import Frame, Kind, flat
@@ -38,10 +39,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def _begin_now(begin: Callable[[], object]) -> bool:
+    return False
+
+
 class Deferred(Promise[Frame]):
     """A reply that will be set later, by another thread."""
 
-    __slots__ = ()
+    __slots__ = ("hold",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: set by the transport; a call that waits for a thread asks it before it begins: it takes
+        #: the beginning, to run it later, and returns True while the caller does not read replies
+        self.hold: Callable[[Callable[[], object]], bool] = _begin_now
 
 
 class Serve(Protocol):
@@ -91,6 +102,14 @@ class PendingReply(OneShot[Outcome[Frame]], Pending):
         """End the call; return False, and change nothing, if it has ended before."""
         return self.set(outcome)
 
+    def follow(self, pending: Pending) -> None:
+        """Complete this call when another one is complete, with its outcome."""
+
+        def complete(outcome: Outcome[Frame]) -> None:
+            self.complete(outcome)
+
+        pending.on_done(complete)
+
     def wait(self, timeout: float | None) -> Frame:
         return self.wait_value(timeout).unwrap()
 
@@ -111,8 +130,9 @@ def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferr
     try:
         return serve(frame, may_block)
     except BaseException as exc:
-        logger.exception("a call could not be served")
-        text = f"the call could not be served: {type(exc).__name__}: {exc}"
+        with contextlib.suppress(BaseException):  # an error may fail to be shown
+            logger.exception("a call could not be served")
+        text = f"the call could not be served: {type(exc).__name__}: {text_of(exc)}"
         remote: tuple[Any, ...] = (text, pickle.dumps(CallError), "CallError", {})
         return Frame(Kind.ERROR, frame.session, -1, frame.call_id, data=pickle.dumps(remote, 5))
 
@@ -182,6 +202,16 @@ class Transport(abc.ABC):
         """End the calls to a peer, and the replies expected of it, which is known to be gone."""
 
     @abc.abstractmethod
+    def flush_replies(self, timeout: float) -> None:
+        """Wait until the calls that other threads serve now are replied to.
+
+        A worker calls it before it leaves the group: peers fail their calls to one that has left.
+
+        Args:
+            timeout: in seconds.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Stop serving and sending, and fail the expected replies; idempotent."""
 
@@ -198,8 +228,20 @@ class Directory(abc.ABC):
         """
 
     @abc.abstractmethod
-    def follow(self, version: int, apply: Callable[[list[Change]], None]) -> None:
-        """Call ``apply`` with every change after ``version``, in order, until ``close``."""
+    def follow(
+        self,
+        version: int,
+        apply: Callable[[list[Change]], None],
+        on_expelled: Callable[[str], None],
+    ) -> None:
+        """Follow the group's changes until ``close``.
+
+        Args:
+            version: the last one that is known.
+            apply: called with every later change, in order, and with losses of members that
+                nobody else reports: their version is 0.
+            on_expelled: called with the reason if the group has declared this member lost.
+        """
 
     @abc.abstractmethod
     def members(self) -> list[Member]:

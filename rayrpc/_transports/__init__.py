@@ -8,7 +8,9 @@ only module that knows both ``direct`` and ``ray``.
 - ``ray``: actor calls on the workers' actor endpoints, the directory's actor, and the cluster that
   they run on;
 - ``memory``: workers of one process, for tests of all layers above;
-- ``expected_replies``: matches replies that come by another transport than their calls.
+- ``expected_replies``: matches replies that come by another transport than their calls;
+- ``serving``: counts the threads that serve calls;
+- ``process_origin``: tells who started this process.
 
 Invariants:
 
@@ -20,6 +22,8 @@ Invariants:
 """
 
 from __future__ import annotations
+
+import os
 
 from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
@@ -34,7 +38,7 @@ def open_transport(
     """Connect to the cluster and open the transport and directory that the settings name.
 
     Args:
-        settings (Settings): ``address``, ``namespace`` and ``transport`` count here.
+        settings (Settings): ``address``, ``namespace``, ``transport``, and those of listening.
         key (str): names the group.
         worker (str): name of the worker that will use them.
         token (str): of its membership.
@@ -50,10 +54,10 @@ def open_transport(
     from rayrpc._transports.ray.cluster import connect, through_client
 
     connect(settings)
-    from rayrpc._transports.ray.directory import RayDirectory
+    from rayrpc._transports.ray.directory_client import RayDirectory
     from rayrpc._transports.ray.transport import RayTransport
 
-    directory = RayDirectory(key, settings.namespace)
+    directory = RayDirectory(key, settings.namespace, settings.peer_timeout)
     # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory only: it
     # starts first, and the relays when the group is complete.
     directory.reach(settings.init_timeout)
@@ -68,6 +72,22 @@ def open_transport(
                 "reached directly; set transport to auto or ray"
             )
         return transport, directory
+    from rayrpc._transports.direct.listening import Listening
+    from rayrpc._transports.direct.tls import tls_of_ray
     from rayrpc._transports.direct.transport import DirectTransport
 
-    return DirectTransport(transport, token, only=settings.transport == "direct"), directory
+    only = settings.transport == "direct"
+    is_encrypted, tls = tls_of_ray(os.environ)
+    near_only = is_encrypted and tls is None
+    listening = Listening(settings.listen_host, settings.listen_ports, settings.announce_host)
+    direct = DirectTransport(
+        transport,
+        token,
+        only=only,
+        tls=tls,
+        near_only=near_only,
+        listening=listening,
+        worker=worker,
+        peer_timeout=settings.peer_timeout,
+    )
+    return direct, directory

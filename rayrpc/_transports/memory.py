@@ -10,10 +10,12 @@ from weakref import WeakSet
 
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.membership import Change, Decision, Group, Member, Refused, Session, Snapshot
+from rayrpc._protocol.group import Group
+from rayrpc._protocol.membership import Change, Decision, Member, Refused, Session, Snapshot
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Serve, Transport, copied
 from rayrpc._transports.expected_replies import ExpectedReplies
+from rayrpc._transports.serving import ServingThreads
 from rayrpc.errors import CallError, GroupError, WorkerDiedError
 
 __all__ = ["MemoryDirectory", "MemoryHub", "MemoryTransport"]
@@ -51,6 +53,7 @@ class MemoryTransport(Transport):
         self._serve: Serve | None = None
         self._find: Callable[[int], Member | None] = lambda _: None
         self._threads = ThreadCache(f"rayrpc-memory-{address}")
+        self._serving = ServingThreads()
         self._lock = threading.Lock()
         # by token of the peer; a call is kept alive by the thread that will complete it
         self._pending: defaultdict[str, WeakSet[PendingReply]] = defaultdict(WeakSet)
@@ -86,7 +89,11 @@ class MemoryTransport(Transport):
     def answer(self, pending: PendingReply, frame: Frame) -> None:
         """Serve a peer's request in this thread, and complete its call."""
         assert self._serve is not None
-        pending.serve(self._serve, frame)
+        self._serving.begin()
+        try:
+            pending.serve(self._serve, frame)
+        finally:
+            self._serving.end()
 
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
         return self._replies.expect(call_id, peer)
@@ -107,6 +114,9 @@ class MemoryTransport(Transport):
         for call in pending:
             call.complete(Error(error))
         self._replies.fail(error, token=peer.token)
+
+    def flush_replies(self, timeout: float) -> None:
+        self._serving.wait_for_others(timeout)
 
     def close(self) -> None:
         self._hub.transports.pop(self._address, None)
@@ -132,14 +142,13 @@ class MemoryDirectory(Directory):
         hub = self._hub
         with hub.changed:
             group = hub.groups.setdefault(self._key, Group(self._key))
-            _, decisions = group.join(member)
+            decisions = group.join(member)
             hub.decisions.update((decision.token, decision) for decision in decisions)
             hub.changed.notify_all()
             hub.changed.wait_for(lambda: member.token in hub.decisions, timeout)
             decision = hub.decisions.pop(member.token, None)
             if decision is None:
-                session = group.find(member.token)
-                missing = session.missing() if session is not None else []
+                missing = group.missing(member.token)
                 self._remove(member.token, "left")
                 raise GroupError(
                     f"RPC worker {member.name!r} waited {timeout:g} s for group {self._key!r} to "
@@ -151,7 +160,12 @@ class MemoryDirectory(Directory):
             self._wait_applied(decision.snapshot.version)
             return decision.snapshot
 
-    def follow(self, version: int, apply: Callable[[list[Change]], None]) -> None:
+    def follow(
+        self,
+        version: int,
+        apply: Callable[[list[Change]], None],
+        on_expelled: Callable[[str], None],
+    ) -> None:
         hub = self._hub
 
         def changes_after(version: int) -> list[Change] | None:
@@ -223,9 +237,7 @@ class MemoryDirectory(Directory):
                 self._wait_applied(session.version, session)
 
     def _remove(self, token: str, kind: str, cause: str = "") -> None:
-        session = self._hub.groups[self._key].find(token)
-        if session is not None:
-            session.remove(token, kind, cause)
+        self._hub.groups[self._key].remove(token, kind, cause)
         self._hub.changed.notify_all()
 
     def _wait_applied(self, version: int, session: Session | None = None) -> None:

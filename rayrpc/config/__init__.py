@@ -28,6 +28,8 @@ from rayrpc.config.checks import (
     COUNT,
     FLAG,
     GPUS,
+    PEER_SECONDS,
+    PORTS,
     POSITIVE_SECONDS,
     QUANTITY,
     RUNTIME_ENV,
@@ -134,9 +136,28 @@ class Settings:
     transport: Literal["auto", "direct", "ray"] = key(
         "auto",
         choice("auto", "direct", "ray"),
-        "How calls travel. `direct`: on connections between the workers, large tensors by Ray's "
-        "object store. `ray`: as actor calls. `auto`: directly where that is possible, else as "
+        "How calls travel. `direct`: on connections between the workers. `ray`: as actor calls, "
+        "large tensors by Ray's object store. `auto`: directly where that is possible, else as "
         "actor calls.",
+    )
+    listen_host: str | None = key(
+        None,
+        TEXT,
+        "Address, host name or network interface at which a worker listens for workers of other "
+        "nodes; `0.0.0.0` or `::`: at all. None: `TP_SOCKET_IFNAME`, else the address of its Ray "
+        "node.",
+    )
+    listen_ports: str | None = key(
+        None,
+        PORTS,
+        "Ports that workers may listen at, `FIRST-LAST`: one for each worker of a node. None: any "
+        "free port.",
+    )
+    announce_host: str | None = key(
+        None,
+        TEXT,
+        "Address, host name or network interface that workers of other nodes connect to. None: "
+        "where the worker listens.",
     )
     rpc_timeout: float = key(
         60.0, SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float
@@ -149,6 +170,12 @@ class Settings:
         COUNT,
         "Workers that `rayrpc.jit.fork` starts for its tasks. None: one for each CPU.",
         int,
+    )
+    peer_timeout: float = key(
+        10.0,
+        PEER_SECONDS,
+        "Seconds after which a host that does not answer is lost, and its workers with it.",
+        float,
     )
     init_timeout: float = key(
         60.0,

@@ -21,6 +21,8 @@ __all__ = [
     "Check",
     "FLAG",
     "GPUS",
+    "PEER_SECONDS",
+    "PORTS",
     "POSITIVE_SECONDS",
     "Place",
     "QUANTITY",
@@ -139,10 +141,19 @@ def _amount(value: Any, place: Place) -> Any:
     return QUANTITY(value, place)
 
 
+def _ports(value: Any, place: Place) -> str:
+    found = re.fullmatch(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", str(value).strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < first <= last < 1 << 16:
+        raise place.wrong(value, "FIRST-LAST, two ports of 1 to 65535")
+    return f"{first}-{last}"
+
+
 FLAG = scalar(bool, "true or false", lambda _: True)
 TEXT = scalar(str, "text, not empty", str.strip)
 COUNT = scalar(int, "a whole number, 1 or more", lambda n: n >= 1)
 SECONDS = scalar(float, "seconds, 0 or more", lambda n: 0 <= n < math.inf)
+PEER_SECONDS = scalar(float, "seconds, 2 or more", lambda n: 2 <= n < math.inf)
 POSITIVE_SECONDS = scalar(float, "seconds, more than 0", lambda n: 0 < n < math.inf)
 QUANTITY = scalar(float, "a number, 0 or more", lambda n: 0 <= n < math.inf)
 GPUS = scalar(
@@ -155,6 +166,7 @@ ADDRESS = scalar(
     'host:port, ray://host:port, "auto" or "local"',
     re.compile(r"auto|local|[\w.+-]+://\S+|\S+:\d+").fullmatch,
 )
+PORTS: Check = _ports
 AMOUNTS = mapping("resource name to amount", _amount)
 RUNTIME_ENV = mapping("the names of Ray's runtime_env to plain data", _plain)
 

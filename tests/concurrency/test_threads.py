@@ -65,10 +65,79 @@ def test_threads_end_when_idle_or_closed():
     cache = ThreadCache("short", idle_seconds=0.05)
     cache.submit(lambda: None)
     assert eventually(lambda: cache.size == 0)
+    cache.close()
     cache = ThreadCache("closed", idle_seconds=1000.0)
     cache.submit(lambda: None)
     cache.close()
     assert eventually(lambda: cache.size == 0)
+
+
+class TestWithoutThreads:
+    """While the system starts no thread, as at a limit of processes."""
+
+    @pytest.fixture
+    def limit(self, monkeypatch):
+        """Let none of the test's threads start while ``limit["none"]`` is set."""
+        limit = {"none": False}
+        start = threading.Thread.start
+
+        def limited(thread):
+            if limit["none"] and thread.name.startswith("test"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+        return limit
+
+    def test_a_task_waits_and_runs_when_a_thread_starts_again(self, cache, limit, caplog):
+        cache.submit(lambda: None)
+        assert eventually(lambda: cache._idle == 1)
+        go, went, done = threading.Event(), threading.Event(), threading.Semaphore(0)
+        cache.submit(lambda: (went.set(), go.wait(60)))
+        assert went.wait(60)
+        limit["none"] = True
+        for _ in range(3):
+            cache.submit(done.release)
+        assert eventually(lambda: "tasks of test wait" in caplog.text)
+        assert cache.size == 1 and not done.acquire(blocking=False)
+        limit["none"] = False
+        assert all(done.acquire(timeout=60) for _ in range(3))  # the one thread is still busy
+        go.set()
+
+    def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, limit):
+        go, went, done = threading.Event(), threading.Event(), threading.Event()
+        cache.submit(lambda: (went.set(), go.wait(60)))
+        assert went.wait(60)
+        limit["none"] = True
+        cache.submit(done.set)
+        go.set()
+        assert done.wait(60) and cache.size == 1
+
+    def test_the_first_task_is_refused_and_not_kept(self, cache, limit):
+        limit["none"] = True
+        ran = []
+        with pytest.raises(RuntimeError, match="can't start"):
+            cache.submit(lambda: ran.append("refused"))
+        assert cache.size == 0
+        limit["none"] = False
+        done = threading.Event()
+        cache.submit(lambda: (ran.append("taken"), done.set()))
+        assert done.wait(60) and ran == ["taken"]
+
+    def test_a_refused_task_keeps_no_slot(self, cache, limit):
+        slots = Slots(2, cache)
+        limit["none"] = True
+        with pytest.raises(RuntimeError):
+            slots.submit(lambda: None)
+        assert slots.free == 2
+        assert slots.enter() and slots.enter()
+        done = threading.Event()
+        slots.submit(done.set)
+        slots.leave()  # no thread runs the waiting task
+        assert slots.free == 1 and slots.waiting == 1
+        limit["none"] = False
+        slots.leave()
+        assert done.wait(60) and eventually(lambda: slots.free == 2)
 
 
 class TestSlots:

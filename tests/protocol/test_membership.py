@@ -1,10 +1,9 @@
-"""The group's state machine: joins, refusals, missing ranks, members that leave or die."""
-
-from typing import Any
+"""A key's state machine: joins, refusals, missing ranks, members that leave or die."""
 
 import pytest
 
-from rayrpc._protocol.membership import Admitted, Group, Member, Refused
+from rayrpc._protocol.group import Group
+from rayrpc._protocol.membership import Admitted, Member, Refused
 
 
 def member(name, rank=-1, world_size=None, token=None):
@@ -15,8 +14,7 @@ def join(group, *members):
     """Join all members; return the decisions by token."""
     decisions = {}
     for each in members:
-        _, made = group.join(each)
-        decisions.update({d.token: d for d in made})
+        decisions.update({d.token: d for d in group.join(each)})
     return decisions
 
 
@@ -52,13 +50,13 @@ class TestStatic:
         decisions = join(group, member("b", 0, 1))
         assert "is complete" in decisions["b-0"].reason
 
-    def test_a_forming_session_lists_the_missing_ranks(self, group):
-        session, _ = group.join(member("a", 1, 3))
-        assert session.missing() == [0, 2]
+    def test_a_pending_join_lists_the_missing_ranks(self, group):
+        group.join(member("a", 1, 3))
+        assert group.missing("a-1") == [0, 2] and group.missing("other") == []
 
     def test_a_withdrawn_join_frees_its_rank(self, group):
-        session, _ = group.join(member("a", 0, 2))
-        assert session.remove("a-0", "left")
+        group.join(member("a", 0, 2))
+        assert group.remove("a-0", "left") and group.is_empty
         decisions = join(group, member("a", 0, 2, token="again"), member("b", 1, 2))
         assert all(isinstance(d, Admitted) for d in decisions.values()) and len(decisions) == 2
 
@@ -86,15 +84,17 @@ class TestDynamic:
         assert isinstance(again["again"], Admitted)
 
     def test_an_id_used_again_has_another_epoch(self, group):
-        session, _ = group.join(member("a", 0))
+        group.join(member("a", 0))
         group.join(member("b", 1))
+        session = group.find("a-0")
         session.remove("a-0", "left")
         decisions = join(group, member("c", 0))
         assert decisions["c-0"].snapshot.me.epoch == 1
 
     def test_changes_are_listed_in_order(self, group):
-        session, _ = group.join(member("a", 0))
+        group.join(member("a", 0))
         group.join(member("b", 1))
+        session = group.find("a-0")
         version = session.version
         session.remove("b-1", "died", "killed")
         (change,) = session.since(version)
@@ -110,9 +110,9 @@ def test_static_and_dynamic_members_do_not_mix(group, first, second):
 
 
 def test_a_barrier_does_not_wait_for_the_dead(group):
-    session: Any = None
     for name in "abc":
-        session, _ = group.join(member(name))
+        group.join(member(name))
+    session = group.find("a--1")
     session.report("tag", "a--1", 1)
     assert session.reached("tag") is None and session.absent("tag") == ["b", "c"]
     session.report("tag", "b--1", 2)
@@ -121,7 +121,7 @@ def test_a_barrier_does_not_wait_for_the_dead(group):
 
 
 def test_a_group_is_empty_when_all_have_left(group):
-    session, _ = group.join(member("a"))
+    group.join(member("a"))
     assert not group.is_empty
-    session.remove("a--1", "left")
+    assert group.remove("a--1", "left") and not group.remove("a--1", "left")
     assert group.is_empty

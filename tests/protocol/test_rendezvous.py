@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rayrpc._protocol.rendezvous import find_place
+from rayrpc._protocol.origin import Origin
+from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 
 ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 
@@ -15,6 +16,9 @@ ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
         ("tcp://10.0.0.1:80", "10.0.0.1:80"),
         ("tcp://127.0.0.1:80", "localhost:80"),
         ("tcp://localhost:80", "localhost:80"),
+        ("tcp://127.0.0.2:80", "localhost:80"),
+        ("tcp://[::1]:80", "localhost:80"),
+        ("tcp://0.0.0.0:80", "localhost:80"),
         ("file:///tmp/x", "file:/tmp/x"),
         ("ray://mine", "mine"),
         ("ray://localhost:80", "localhost:80"),
@@ -98,3 +102,19 @@ def test_torch_raises_the_same_error(monkeypatch, method, rank, environ):
     with pytest.raises((ValueError, RuntimeError)) as ours:
         find_place(method, rank, 2, environ, None)
     assert (type(ours.value), str(ours.value)) == (type(torchs.value), str(torchs.value))
+
+
+def test_a_key_is_its_users_and_a_loopback_ones_also_its_hosts():
+    alice, there = Origin("alice", "h", "1"), Origin("alice", "h", "2")
+    bob = Origin("bob", "h", "1")
+    for key in ("head:29500", "file:/tmp/x", "mine", "localhost"):
+        assert owned_key(key, alice) == owned_key(key, there) != owned_key(key, bob)
+    assert len({owned_key("localhost:29500", each) for each in (alice, there, bob)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("mine", True), ("a/b:c", True), ("localhost:80", False), ("h:1", False), ("file:/x", False)],
+)
+def test_a_name_is_no_address(key, expected):
+    assert is_name(key) is expected

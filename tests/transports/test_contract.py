@@ -142,6 +142,30 @@ def test_a_call_may_be_waited_for_or_call_back(sides):
     assert isinstance(outcome, Value) and outcome.value.data == b"b"
 
 
+@pytest.mark.parametrize("sides", ["ray"], indirect=True)
+def test_a_call_by_ray_does_not_wait_until_the_endpoint_is_found(sides, monkeypatch):
+    caller, callee = sides
+    from rayrpc._transports.ray.endpoint import Address
+
+    found, find = threading.Event(), Address.find
+
+    def find_late(address):
+        assert found.wait(WAIT_SECONDS)
+        return find(address)
+
+    monkeypatch.setattr(Address, "find", find_late)
+    callee.answer = lambda f: bytes(f.buffers[0])
+    calls = []
+    for number in (1, 2, 3):
+        data = bytearray(b"%d" % number)
+        calls.append(caller.transport.call(callee.member, frame(number, b"", [data])))
+        data[:] = b"-"  # the program goes on
+    with pytest.raises(TimeoutError):
+        calls[0].wait(0.2)
+    found.set()
+    assert [call.wait(WAIT_SECONDS).data for call in calls] == [b"1", b"2", b"3"]
+
+
 def test_many_calls_at_once_all_get_their_own_reply(sides):
     caller, callee = sides
     callee.answer = lambda f: (time.sleep(0.001), f.data)[1]
@@ -285,6 +309,38 @@ class TestRepliesApartFromTheirCalls:
 def test_workers_of_one_node_share_its_identifier(sides):
     caller, callee = sides
     assert caller.transport.node_id == callee.transport.node_id != ""
+
+
+class TestFlushReplies:
+    """Peers that learn that a worker has left end their calls to it, so it replies before."""
+
+    def test_it_waits_for_the_calls_that_are_served(self, sides):
+        caller, callee = sides
+        begun = threading.Event()
+        callee.answer = lambda frame: (begun.set(), time.sleep(0.3), frame.data)[2]
+        calls = [caller.transport.call(callee.member, frame(n, b"%d" % n)) for n in range(1, 4)]
+        assert begun.wait(WAIT_SECONDS)
+        callee.transport.flush_replies(WAIT_SECONDS)
+        error = WorkerDiedError("side1", "it has left the group", "here")
+        caller.transport.on_peer_lost(callee.member, error)
+        assert calls[0].wait(WAIT_SECONDS).data == b"1"
+
+    def test_it_has_a_timeout(self, sides):
+        caller, callee = sides
+        begun, release = threading.Event(), threading.Event()
+        callee.answer = lambda frame: (begun.set(), release.wait(WAIT_SECONDS), b"")[2]
+        call = caller.transport.call(callee.member, frame())
+        assert begun.wait(WAIT_SECONDS)
+        callee.transport.flush_replies(0.1)
+        assert not release.is_set()
+        release.set()
+        call.wait(WAIT_SECONDS)
+
+    def test_a_served_call_does_not_wait_for_itself(self, sides):
+        caller, callee = sides
+        callee.answer = lambda frame: (callee.transport.flush_replies(10**6), b"done")[1]
+        call = caller.transport.call(callee.member, frame())
+        assert call.wait(WAIT_SECONDS).data == b"done"
 
 
 def test_close_may_be_called_twice(sides):

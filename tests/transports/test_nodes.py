@@ -5,11 +5,9 @@ import os
 import pytest
 from conftest import ROOT, python_path
 
-# Everything Ray starts here ends with the script; its folder's path must be short.
 HEAD = """
-import os, shutil, socket, statistics, tempfile, time
-os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rr-")
-from ray.cluster_utils import Cluster
+import socket, statistics, time
+from nodes import simulated_cluster
 import torch
 import rayrpc as rpc
 import targets
@@ -17,18 +15,9 @@ import targets
 
 TAIL = """
 if __name__ == "__main__":
-    cluster = Cluster(True, head_node_args={
-        "num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20,
-    })
-    try:
+    with simulated_cluster() as cluster:
         main(cluster)
         print("done", flush=True)
-    finally:
-        import ray
-
-        ray.shutdown()
-        cluster.shutdown()
-        shutil.rmtree(os.environ["RAY_TMPDIR"], ignore_errors=True)
 """
 
 THREE = """
@@ -81,36 +70,37 @@ def main(cluster):
     }
     print("small ones go by TCP", flush=True)
 
-    # large ones leave the connection, in both directions
-    def count_by_ray(transport):
-        calls, replies = [], []
-        fallback = transport._fallback
+    # large ones have a connection of their own, in both directions
+    def count_by_ray():
+        fallback = rpc._get_current_rpc_agent()._transport._fallback
+        calls, replies = targets.shared["by ray"] = [], []
         call, send_reply = fallback.call, fallback.send_reply
         fallback.call = lambda *a: (calls.append(1), call(*a))[1]
         fallback.send_reply = lambda *a: (replies.append(1), send_reply(*a))[1]
-        return calls, replies
 
-    def count_here():
-        targets.shared["by ray"] = count_by_ray(rpc._get_current_rpc_agent()._transport)
+    def has_bulk(peer):
+        routes = rpc._get_current_rpc_agent()._transport._routes.values()
+        (connection,) = (r.connection for r in routes if r.connection.peer.name == peer)
+        return connection.bulk is not None and not connection.bulk.is_broken
 
     for name in ("left", "right", "near"):
-        rpc.rpc_sync(name, count_here)
+        rpc.rpc_sync(name, count_by_ray)
     large = torch.rand(1 << 20)
     for number in range(3):
         got = rpc.rpc_sync("left", targets.call_on, args=("right", torch.neg, large + number))
         assert torch.equal(got, -(large + number))
         got += 1  # writable
-    calls, _ = rpc.rpc_sync("left", targets.kept, args=("by ray",))
-    assert len(calls) == 3, calls
+    assert rpc.rpc_sync("left", has_bulk, args=("right",))
     args = ("near", torch.neg, large)
     assert torch.equal(rpc.rpc_sync("right", targets.call_on, args=args), -large)
-    calls, _ = rpc.rpc_sync("right", targets.kept, args=("by ray",))
-    assert calls == [], "within a node nothing goes by Ray"
-    made = rpc.rpc_async("left", torch.ones, args=(1 << 20,)).wait()
+    assert not rpc.rpc_sync("right", has_bulk, args=("near",)), "within a node memory is shared"
+    made = rpc.rpc_async("near", torch.ones, args=(1 << 20,)).wait()  # to a small request
     assert made.sum() == 1 << 20
-    _, replies = rpc.rpc_sync("left", targets.kept, args=("by ray",))
-    assert replies, "the large reply came by Ray"
-    print("large ones go by the object store", flush=True)
+    assert has_bulk("near")
+    for name in ("left", "right", "near"):
+        by_ray = rpc.rpc_sync(name, targets.kept, args=("by ray",))
+        assert by_ray == ([], []), (name, by_ray)
+    print("large ones have connections of their own", flush=True)
 
     # RRefs
     rref = rpc.remote("left", targets.Point, args=(5,))
@@ -144,7 +134,7 @@ def test_workers_on_different_nodes_call_each_other(start_nodes):
     run = start_nodes(THREE)
     for stage in (
         "small ones go by TCP",
-        "large ones go by the object store",
+        "large ones have connections of their own",
         "RRefs cross nodes",
         "done",
     ):

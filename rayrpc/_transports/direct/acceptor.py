@@ -3,10 +3,13 @@
 A connection is unauthenticated until its handshake is done.  It costs a descriptor and 96 bytes,
 and is closed when it sends a wrong byte or takes too long.  At ``MAX_UNAUTHENTICATED`` the
 listeners are not served, and the oldest connection makes room after ``MIN_HANDSHAKE_SECONDS``.
+An error ends the connection that it is about, never the thread.  While there are no descriptors,
+peers wait in the listeners' queues.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 5.0
 MIN_HANDSHAKE_SECONDS = 0.5
 MAX_UNAUTHENTICATED = 128
+# How long to wait after an error that is likely to come again at once.
+PAUSE_SECONDS = 0.01
 
 
 class Acceptor:
@@ -32,24 +37,28 @@ class Acceptor:
     Args:
         listeners (list[socket]): bound and listening; closed with the acceptor.
         new_handshake (Callable): returns the ServerHandshake of a new connection.
-        on_authenticated (Callable): takes a connection whose handshake is done.
+        on_authenticated (Callable): takes a connection, and its handshake, which is done.
+        encrypt (Callable): returns what a new connection is read and written by.
     """
 
     def __init__(
         self,
         listeners: list[socket.socket],
         new_handshake: Callable[[], ServerHandshake],
-        on_authenticated: Callable[[socket.socket], None],
+        on_authenticated: Callable[[socket.socket, ServerHandshake], None],
+        encrypt: Callable[[socket.socket], socket.socket],
     ) -> None:
         self._listeners = listeners
         self._new_handshake = new_handshake
         self._on_authenticated = on_authenticated
+        self._encrypt = encrypt
         # the handshake and when it began, by connection; the oldest is the first
         self._unauthenticated: dict[socket.socket, tuple[ServerHandshake, float]] = {}
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._woken = socket.socketpair()
         self._closed = False
         self._is_listening = False
+        self._has_accepted = True  # the last time
         self._thread = threading.Thread(target=self._run, name="rayrpc-acceptor", daemon=True)
         self._thread.start()
 
@@ -69,15 +78,23 @@ class Acceptor:
     def _run(self) -> None:
         self._selector.register(self._woken, selectors.EVENT_READ)
         while not self._closed:
-            self._set_listening(not self._is_full)
-            for key, _ in self._selector.select(self._next_timeout()):
-                ready = key.fileobj
-                assert isinstance(ready, socket.socket)
-                if ready in self._unauthenticated:
-                    self._receive(ready)
-                elif ready is not self._woken:
-                    self._accept(ready)
-            self._close_overdue()
+            try:
+                self._serve_ready()
+            except Exception:
+                logger.exception("an error while connections were accepted; the acceptor goes on")
+                time.sleep(PAUSE_SECONDS)
+
+    def _serve_ready(self) -> None:
+        """Wait for connections and bytes, and handle them."""
+        self._set_listening(not self._is_full)
+        for key, _ in self._selector.select(self._next_timeout()):
+            ready = key.fileobj
+            assert isinstance(ready, socket.socket)
+            if ready in self._unauthenticated:
+                self._receive(ready)
+            elif ready is not self._woken:
+                self._accept(ready)
+        self._close_overdue()
 
     @property
     def _is_full(self) -> bool:
@@ -105,8 +122,7 @@ class Acceptor:
         for connection, (_, began) in list(self._unauthenticated.items()):
             if time.monotonic() < self._deadline(began):
                 return
-            self._remove(connection)
-            connection.close()
+            self._refuse(connection, "its handshake took too long")
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -114,16 +130,30 @@ class Acceptor:
         except BlockingIOError:
             return
         except OSError as exc:  # out of descriptors, or the peer closed it before
-            logger.debug("could not accept a connection: %s", exc)
-            time.sleep(0.01)
+            if self._has_accepted:
+                logger.warning("could not accept a connection, and try again: %s", exc)
+            self._has_accepted = False
+            time.sleep(PAUSE_SECONDS)
             return
-        connection.setblocking(False)
-        self._unauthenticated[connection] = (self._new_handshake(), time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._has_accepted = True
+        try:
+            connection = self._encrypt(connection)
+            connection.setblocking(False)
+            self._unauthenticated[connection] = (self._new_handshake(), time.monotonic())
+            self._selector.register(connection, selectors.EVENT_READ)
+        except Exception as exc:
+            logger.exception("could not accept a connection")
+            self._refuse(connection, exc)
+
+    def _refuse(self, connection: socket.socket, reason: object) -> None:
+        logger.debug("refused a connection: %s", reason)
+        self._remove(connection)
+        connection.close()
 
     def _remove(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._unauthenticated[connection]
+        self._unauthenticated.pop(connection, None)
+        with contextlib.suppress(KeyError, ValueError):  # it was not registered yet
+            self._selector.unregister(connection)
 
     def _receive(self, connection: socket.socket) -> None:
         handshake, _ = self._unauthenticated[connection]
@@ -137,10 +167,13 @@ class Acceptor:
         except BlockingIOError:
             return
         except (OSError, AuthenticationError) as exc:
-            logger.debug("refused a connection: %s", exc)
-            self._remove(connection)
-            connection.close()
+            self._refuse(connection, exc)
             return
-        if handshake.done:
-            self._remove(connection)
-            self._on_authenticated(connection)
+        if not handshake.done:
+            return
+        self._remove(connection)
+        try:
+            self._on_authenticated(connection, handshake)
+        except Exception:
+            logger.exception("could not serve a connection, and closed it")
+            connection.close()

@@ -17,7 +17,7 @@ class DirectAddress(NamedTuple):
         fallback (Any): the worker's address on the fallback transport.
         node (str): identifier of its node.
         unix (str): name of its UNIX socket, for peers on its node; empty if there is none.
-        host (str): network address of the node.
+        host (str): network address or name at which peers on other nodes reach it.
         port (int): TCP port for peers on other nodes; 0 if there is none.
     """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
+from collections.abc import Callable
 
 from rayrpc.errors import RpcError
 
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _MAGIC = b"rayrpc 1"
+_BULK_MAGIC = b"rayrpc B"  # the connection is for large messages
 _HELLO = struct.Struct("8s32s16s16s")
 _NONCE = 32
 _PROOF = 32
@@ -46,11 +48,19 @@ class ServerHandshake:
     Args:
         secret (bytes): of the group.
         token (str): of this worker's membership.
+        is_expelled (Callable): tells whether the group has expelled the member with a token.
     """
 
-    def __init__(self, secret: bytes, token: str) -> None:
+    def __init__(
+        self, secret: bytes, token: str, is_expelled: Callable[[str], bool] = lambda token: False
+    ) -> None:
         self._secret = secret
         self._token = token.encode()[:16]
+        self._is_expelled = is_expelled
+        #: token of the caller's membership, once it is known
+        self.peer = ""
+        #: the connection is for large messages, once it is known
+        self.is_bulk = False
         self._hello = b""
         self._nonce = b""
         self._received = b""
@@ -70,14 +80,19 @@ class ServerHandshake:
         """
         self._received += data
         if self.missing:
-            if not self._hello and not _MAGIC.startswith(self._received[: len(_MAGIC)]):
+            begin = self._received[: len(_MAGIC)]
+            if not self._hello and not (_MAGIC.startswith(begin) or _BULK_MAGIC.startswith(begin)):
                 raise AuthenticationError("the caller is no rayrpc worker")
             return b""
         received, self._received = self._received, b""
         if not self._hello:
-            magic, _, _, to = _HELLO.unpack(received)
-            if magic != _MAGIC or to.rstrip(b"\0") != self._token:
+            magic, _, caller, to = _HELLO.unpack(received)
+            self.is_bulk = magic == _BULK_MAGIC
+            if magic not in (_MAGIC, _BULK_MAGIC) or to.rstrip(b"\0") != self._token:
                 raise AuthenticationError("the caller wants another worker")
+            self.peer = caller.rstrip(b"\0").decode("ascii", "replace")
+            if self._is_expelled(self.peer):
+                raise AuthenticationError("the group has declared the caller lost")
             self._hello, self._nonce = received, os.urandom(_NONCE)
             return self._nonce + _proof(self._secret, b"callee", received, self._nonce)
         if not hmac.compare_digest(
@@ -95,11 +110,13 @@ class ClientHandshake:
         secret (bytes): of the group.
         me (str): token of this worker's membership.
         to (str): token of the callee's.
+        is_bulk (bool): the connection is for large messages.
     """
 
-    def __init__(self, secret: bytes, me: str, to: str) -> None:
+    def __init__(self, secret: bytes, me: str, to: str, is_bulk: bool = False) -> None:
         self._secret = secret
-        self.hello = _HELLO.pack(_MAGIC, os.urandom(_NONCE), me.encode(), to.encode())
+        magic = _BULK_MAGIC if is_bulk else _MAGIC
+        self.hello = _HELLO.pack(magic, os.urandom(_NONCE), me.encode(), to.encode())
 
     def receive(self, challenge: bytes) -> bytes:
         """Return the answer to a challenge of ``CHALLENGE_SIZE`` bytes.

@@ -1,28 +1,37 @@
 """The caller's end of a connection: send requests, match replies with the calls that wait.
 
     call ──> sent ──> reply: a Message                       the peer replied on the connection
-      │        ├────> reply: Pending (owner.expect_reply)    ... and announced it only
+      │        ├────> reply: Pending (owner.expect_large)    ... and announced it only
       │        └────> reply: Error                           the connection broke, ``fail``
       └─────────────> reply: Pending (owner.reroute)         no byte of it was sent
+
+Large messages have a connection of their own beside this one, so that small ones need not wait: a
+large request goes by it, and its reply; a large reply to a small request is announced here, and
+expected there.  The two are lost together.
 
 Which thread reads the replies is the matter of ``reader_schedule``.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
-from rayrpc._concurrency.outcome import Error, Outcome, Value
-from rayrpc._concurrency.promise import OneShot, Promise
-from rayrpc._concurrency.reader import ReaderRole, ReaderWatchdog
+from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.outcome import Error
+from rayrpc._concurrency.promise import Promise
+from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
+from rayrpc._transports.direct.connection_call import ConnectionCall
+from rayrpc._transports.direct.peer_process import pid_of_peer
 from rayrpc._transports.direct.reader_schedule import (
     BROKEN,
     CALLER_READS,
@@ -33,10 +42,13 @@ from rayrpc._transports.direct.reader_schedule import (
     ReaderSchedule,
     Start,
 )
+from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import TICK_SECONDS, Message
 
-__all__ = ["CallerConnection", "ConnectionCall", "ConnectionOwner"]
+__all__ = ["CallerConnection", "ConnectionOwner"]
+
+logger = logging.getLogger(__name__)
 
 # With so many callbacks due, more calls are likely to follow: they are sent together, after this
 # time at the latest.
@@ -44,85 +56,28 @@ BURST = 8
 FLUSH_SECONDS = 0.0002
 # Replies whose callbacks are not urgent are read after this time, or along with others.
 DELAY_SECONDS = 0.005
+# How often ``end`` checks whether the replies are read.
+READ_POLL_SECONDS = 0.001
 
 # Why a waiting caller was woken; or by the value of its reply.
 _READ = object()
 _EXPIRED = object()
 
-Reply = Message | Error | Pending
-
 
 class ConnectionOwner(Protocol):
     """What a connection needs of the transport that opened it."""
 
-    def connect(self, peer: Member) -> socket.socket:
+    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
         """Return an authenticated connection; raise OSError or RpcError if there is none."""
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
         """Send a request of which the connection sent no byte by another transport."""
 
-    def expect_reply(self, call_id: int, peer: Member) -> Pending:
-        """Return where a reply will be that the peer sends by another transport."""
+    def expect_large(self, connection: CallerConnection, call_id: int) -> Pending:
+        """Return where a reply will be that a connection has announced."""
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
         """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""
-
-
-class ConnectionCall(OneShot[Reply], Pending):
-    """A call on a connection; its value is the reply.
-
-    Args:
-        connection (CallerConnection): sends it.
-        frame (Frame): the request.
-        lock (Lock): the connection's.
-    """
-
-    __slots__ = ("_callback", "_connection", "frame", "id")
-
-    def __init__(self, connection: CallerConnection, frame: Frame, lock: threading.Lock) -> None:
-        super().__init__(lock)
-        self._connection = connection
-        self.id = frame.call_id
-        #: the request, until it is sent
-        self.frame: Frame | None = frame
-
-    def wait(self, timeout: float | None) -> Frame:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._connection.wait_reply(self, deadline)
-        reply = self._value
-        if type(reply) is Message:
-            return reply.frame()
-        if isinstance(reply, Error):
-            reply.unwrap()
-        assert isinstance(reply, Pending)
-        return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
-        start: Start = NOTHING
-        with self._lock:
-            is_pending = self._add(self._run_callback)
-            if is_pending:
-                self._callback = callback
-                start = self._connection.schedule.add_callback(urgent)
-        if start is not NOTHING:
-            self._connection.start_reader(start)
-        elif not is_pending:
-            _report(callback, self._value)
-
-    def _run_callback(self, reply: Reply) -> None:
-        with self._lock:
-            self._connection.schedule.remove_callback()
-        _report(self._callback, reply)
-
-
-def _report(callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
-    if type(reply) is Message:
-        callback(Value(reply.frame()))
-    elif isinstance(reply, Error):
-        callback(reply)
-    else:
-        assert isinstance(reply, Pending)
-        reply.on_done(callback)
 
 
 class CallerConnection:
@@ -135,31 +90,51 @@ class CallerConnection:
         owner (ConnectionOwner): the transport.
         threads (ThreadCache): for connecting, reading, and sending what would block.
         watchdog (ReaderWatchdog): releases readers that stay in one callback.
+        memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
+        connected (socket | None): an authenticated connection; None: one is made.
+        is_bulk (bool): it is for large messages.
     """
 
     def __init__(
-        self, peer: Member, owner: ConnectionOwner, threads: ThreadCache, watchdog: ReaderWatchdog
+        self,
+        peer: Member,
+        owner: ConnectionOwner,
+        threads: ThreadCache,
+        watchdog: ReaderWatchdog,
+        memory: ReceivedMemory | None = None,
+        connected: socket.socket | None = None,
+        is_bulk: bool = False,
     ) -> None:
         self.peer = peer
+        self.is_bulk = is_bulk
+        #: the connection for large messages beside this one; the owner makes it
+        self.bulk: CallerConnection | None = None
+        #: id of the peer's process, if it is on this node; known once connected
+        self.peer_pid: int | None = None
         self._owner = owner
         self._threads = threads
         self._watchdog = watchdog
+        self._memory = memory
         self._lock = threading.Lock()
         # Added to under the lock, unless BROKEN.  Readers remove a call without it: ``dict.pop``
         # is atomic, and should ``fail`` take the same call, its reply is set but once.
         self._calls: dict[int, ConnectionCall] = {}
+        self._early: dict[int, Message] = {}  # replies that are not expected yet
         #: guarded by the lock, which calls share
         self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
         self._is_flush_due = False
+        self._is_ending = False  # by ``end``: the owner knows
         self._stream: Stream | None = None
-        threads.submit(self._connect)
+        threads.submit(functools.partial(self._connect, connected))
 
     # -- calling ------------------------------------------------------------------------------
 
     def call(self, frame: Frame) -> ConnectionCall | None:
         """Send a request; return None if the connection is broken."""
-        call = ConnectionCall(self, frame, self._lock)
+        call = ConnectionCall(self, frame.call_id, frame, self._lock)
         schedule = self.schedule
+        if self._stream is None:  # the frame is sent later
+            frame.keep_buffers()
         with self._lock:
             if schedule.state == BROKEN:
                 return None
@@ -171,6 +146,19 @@ class CallerConnection:
                 call.frame = None
             elif burst:
                 self._flush_later(stream)
+        return call
+
+    def expect(self, call_id: int) -> ConnectionCall | None:
+        """Return where a reply will be to a call on another connection; None if this is broken."""
+        call = ConnectionCall(self, call_id, None, self._lock)
+        with self._lock:
+            early = self._early.pop(call_id, None)
+            if early is None:
+                if self.schedule.state == BROKEN:
+                    return None
+                self._calls[call_id] = call
+        if early is not None:
+            call.set(early)
         return call
 
     def _flush_later(self, stream: Stream) -> None:
@@ -186,16 +174,61 @@ class CallerConnection:
             self._is_flush_due = True
         self._threads.submit(flush)
 
+    @property
+    def is_broken(self) -> bool:
+        """Tell whether the connection has ended, or could not be made."""
+        return self.schedule.state == BROKEN
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Tell whether it could not be made: nothing was sent on it."""
+        return self._stream is None and self.is_broken
+
+    @property
+    def tcp(self) -> socket.socket | None:
+        """The socket, if there is a TCP connection now."""
+        stream = self._stream
+        if stream is None or self.schedule.state == BROKEN:
+            return None
+        return stream.tcp
+
+    def break_off(self, reason: str) -> None:
+        """End the connection; its calls wait for ``fail``."""
+        self._break_off(reason)
+        if self._stream is not None:
+            self._stream.shut_down()  # ends reads and writes
+
     def fail(self, error: BaseException) -> None:
         """End the connection and its calls."""
         with self._lock:
             self.schedule.break_off()
             calls = list(self._calls.values())
             self._calls.clear()
+            self._early.clear()
         if self._stream is not None:
             self._stream.close()
         for call in calls:
             call.set(Error(error))
+
+    def end(self, error: BaseException, timeout: float) -> None:
+        """Complete the calls whose replies have arrived, and fail the others.
+
+        Args:
+            error: of the calls that fail.
+            timeout: how long a reader may take to complete calls, in seconds.
+        """
+        with self._lock:
+            self._is_ending = True
+        stream = self._stream
+        try:
+            if stream is not None:
+                stream.stop_receiving()
+                deadline = Deadline(timeout)
+                while self.schedule.state != BROKEN and not deadline.expired:
+                    if not self._read_if_idle(stream):
+                        time.sleep(READ_POLL_SECONDS)
+        finally:
+            self.fail(error)
 
     def trim(self) -> None:
         """Free memory that was not used for a while, and read what the peer has freed."""
@@ -203,25 +236,34 @@ class CallerConnection:
         if stream is None or self.schedule.state == BROKEN:
             return
         stream.trim()
+        self._read_if_idle(stream)
+
+    def _read_if_idle(self, stream: Stream) -> bool:
+        """Read what has arrived in this thread; return False if there is another reader."""
         with self._lock:
             if not self.schedule.claim(THREAD_READS):
-                return
+                return False
         try:
             while stream.wait(0) and (message := self._next(stream)) is not None:
                 self._complete(message)
+        except BaseException as exc:
+            self._on_read_error(exc)
+            raise
         finally:
             self._release_reader()
+        return True
 
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
         if self._stream is not None:
             self._stream.close_after_fork()
 
-    def _connect(self) -> None:
-        connection = None
+    def _connect(self, connection: socket.socket | None) -> None:
         try:
-            connection = self._owner.connect(self.peer)
-            stream = Stream(connection, self._threads, self._on_unsent, opened_here=True)
+            if connection is None:
+                connection = self._owner.connect(self.peer, self.is_bulk)
+            self.peer_pid = pid_of_peer(connection)
+            stream = Stream(connection, self._threads, self._on_unsent, True, self._memory)
         except Exception as exc:
             if connection is not None:
                 connection.close()
@@ -260,6 +302,9 @@ class CallerConnection:
                 try:
                     if self._read_until(call, deadline):
                         return
+                except BaseException as exc:
+                    self._on_read_error(exc)
+                    raise
                 finally:
                     self._release_reader()
 
@@ -315,16 +360,29 @@ class CallerConnection:
         assert stream is not None
         schedule = self.schedule
         with ReaderRole(self._release_reader, self._watchdog) as role:
-            while schedule.callbacks:
-                message = self._next(stream)
-                if message is not None:
-                    role.message_received()
-                    self._complete(message)
-                    if not role.message_done():
-                        return
-                elif schedule.state == BROKEN:
-                    break
-        self._release_reader()
+            try:
+                while schedule.callbacks:
+                    message = self._next(stream)
+                    if message is not None:
+                        role.message_received()
+                        self._complete(message)
+                        if not role.message_done():
+                            return
+                    elif schedule.state == BROKEN:
+                        break
+            except BaseException as exc:
+                logger.exception("error in a thread that reads a connection")
+                if role.state != RELEASED:
+                    self._on_read_error(exc)
+        if role.state != RELEASED:
+            self._release_reader()
+
+    def _on_read_error(self, error: BaseException) -> None:
+        """End the connection after an exception, unless it came while a reader only waited."""
+        stream = self._stream
+        assert stream is not None
+        if not isinstance(error, TimeoutError) and not stream.is_intact:
+            self._break_off(f"it could not be read: {error!r}")
 
     def _read_delayed(self) -> None:
         time.sleep(DELAY_SECONDS)
@@ -350,11 +408,22 @@ class CallerConnection:
 
     def _complete(self, message: Message) -> None:
         call = self._calls.pop(message.number, None)
+        if call is None and self.is_bulk:
+            with self._lock:
+                call = self._calls.pop(message.number, None)
+                if call is None:
+                    self._early[message.number] = message
         if call is not None:
-            if message.head:
+            if message.content is not None:
                 call.set(message)
             else:
-                call.set(self._owner.expect_reply(call.id, self.peer))
+                call.set(self._expect_large(call.id))
+
+    def _expect_large(self, call_id: int) -> Pending | Error:
+        try:
+            return self._owner.expect_large(self, call_id)
+        except Exception as exc:  # the owner was closed
+            return Error(exc)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -363,11 +432,18 @@ class CallerConnection:
 
     def _break_off(self, reason: str, unsent: Iterable[int] = ()) -> None:
         with self._lock:
-            is_first = self.schedule.break_off()
-            found = [self._calls.pop(call_id, None) for call_id in list(unsent)]
-        if is_first:
+            is_loss = self.schedule.break_off() and not self._is_ending
+            # those without a frame here were sent on another connection: they wait for ``fail``
+            waiting = [self._calls.get(call_id) for call_id in list(unsent)]
+            found = [
+                call
+                for call in waiting
+                if call is not None
+                and call.frame is not None
+                and self._calls.pop(call.id, None) is not None
+            ]
+        if is_loss:
             self._owner.on_connection_lost(self, reason)
         for call in found:
-            if call is not None:
-                assert call.frame is not None
-                call.set(self._owner.reroute(self.peer, call.frame, reason))
+            assert call.frame is not None
+            call.set(self._owner.reroute(self.peer, call.frame, reason))

@@ -11,7 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._transports.direct.shared_memory import copy
 
 __all__ = ["SendQueue"]
 
@@ -26,10 +29,36 @@ _NO_WAIT = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class _Outgoing(NamedTuple):
-    """A message to write."""
+    """A message to write.
+
+    Args:
+        call_id (int): of its call.
+        parts (list): its bytes.
+        may_change (bool): the memory of its parts is the program's, which may write to it.
+    """
 
     call_id: int
     parts: list[Any]
+    may_change: bool = False
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(map(len, self.parts))
+
+    def kept(self, written: int = 0) -> _Outgoing:
+        """Return the message in memory of its own, but for what is written."""
+        if not self.may_change:
+            return self
+        parts: list[Any] = []
+        for part in self.parts:
+            done = min(written, len(part))
+            written -= done
+            if done:
+                parts.append(part[:done])
+            if done < len(part):
+                parts.append(part[done:] if isinstance(part, bytes) else _copied(part[done:]))
+        return _Outgoing(self.call_id, parts)
 
 
 class SendQueue:
@@ -56,8 +85,12 @@ class SendQueue:
         self._queue: collections.deque[_Outgoing] = collections.deque()
         self._piggybacked: collections.deque[bytes] = collections.deque()
         self._lock = threading.Lock()
+        self._shrunk = threading.Condition(self._lock)
         self._is_writing = False  # a thread writes, or waits until it can
+        self._writing_bytes = 0  # of the messages that a thread writes since the peer did not read
         self._is_broken = False
+        #: bytes of the messages that the peer kept from being written
+        self.pending_bytes = 0
 
     @property
     def is_empty(self) -> bool:
@@ -68,7 +101,9 @@ class SendQueue:
         """Send a part along with the next message; takes no lock."""
         self._piggybacked.append(part)
 
-    def send(self, call_id: int, parts: list[Any], more: bool = False) -> bool:
+    def send(
+        self, call_id: int, parts: list[Any], more: bool = False, may_change: bool = False
+    ) -> bool:
         """Write a message, or queue it for the thread that is writing.
 
         Args:
@@ -76,13 +111,19 @@ class SendQueue:
             parts: its bytes.
             more: others are likely to follow at once: hold it back until they are many, or
                 until ``flush``.
+            may_change: the program may write to the parts after this returns.
 
         Returns:
             True if it was written; else it may be, or will be.
         """
+        message = _Outgoing(call_id, parts, may_change)
+        if may_change and (self._is_writing or self._queue or more):
+            message = message.kept()  # without the lock
         with self._lock:
             if self._is_writing or self._queue or more:
-                self._queue.append(_Outgoing(call_id, parts))
+                message = message.kept()
+                self._queue.append(message)
+                self.pending_bytes += message.size
                 if self._is_writing or (more and len(self._queue) < MAX_HELD_BACK):
                     return False
                 parts = []
@@ -90,7 +131,8 @@ class SendQueue:
         if not parts:
             self._drain()
             return False
-        message = _Outgoing(call_id, [*self._take_piggybacked(), *parts])
+        if self._piggybacked:
+            message = message._replace(parts=[*self._take_piggybacked(), *message.parts])
         if not self._write([message], WRITE_SECONDS):
             return False
         with self._lock:
@@ -119,6 +161,11 @@ class SendQueue:
         if self._write([_Outgoing(NO_CALL, self._take_piggybacked())], WRITE_SECONDS):
             self._drain()
 
+    def wait_shorter(self, limit: int, seconds: float) -> bool:
+        """Tell whether ``pending_bytes`` falls to ``limit`` within ``seconds``."""
+        with self._shrunk:
+            return self._shrunk.wait_for(lambda: self.pending_bytes <= limit, seconds)
+
     def _take_piggybacked(self) -> list[bytes]:
         parts = []
         while self._piggybacked:
@@ -128,6 +175,7 @@ class SendQueue:
     def _drain(self) -> None:
         while True:
             with self._lock:
+                self._forget_written()
                 if not self._queue:
                     self._is_writing = False
                     return
@@ -136,6 +184,7 @@ class SendQueue:
                 while self._queue and count + len(self._queue[0].parts) <= MAX_PARTS:
                     messages.append(self._queue.popleft())
                     count += len(messages[-1].parts)
+                self._writing_bytes = sum(message.size for message in messages)
             parts = self._take_piggybacked()
             if parts:  # first: the peer may reuse the segments that they release
                 messages.insert(0, _Outgoing(NO_CALL, parts))
@@ -170,6 +219,11 @@ class SendQueue:
                     skipped = self._connection.sendmsg(parts[:MAX_PARTS], (), _NO_WAIT)
             except BlockingIOError:
                 if not self._writable(timeout):
+                    messages = _kept(messages, done)
+                    with self._lock:
+                        if not self._writing_bytes:  # these were never queued
+                            self._writing_bytes = sum(message.size for message in messages)
+                            self.pending_bytes += self._writing_bytes
                     self._threads.submit(functools.partial(self._resume, messages, done))
                     return False
             except OSError:
@@ -177,6 +231,13 @@ class SendQueue:
                 return False
             done += skipped
         return True
+
+    def _forget_written(self) -> None:
+        """Count what is written, with the lock held."""
+        if self._writing_bytes:
+            self.pending_bytes -= self._writing_bytes
+            self._writing_bytes = 0
+            self._shrunk.notify_all()
 
     def _resume(self, messages: list[_Outgoing], done: int) -> None:
         if self._write(messages, None, done):
@@ -202,6 +263,24 @@ class SendQueue:
             unsent += [message.call_id for message in self._queue]
             self._queue.clear()
             self._is_writing = False
+            self._writing_bytes = self.pending_bytes = 0
+            self._shrunk.notify_all()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._on_broken(unsent)
+
+
+def _kept(messages: list[_Outgoing], written: int) -> list[_Outgoing]:
+    """Return messages in memory of their own, but for what is written."""
+    kept = []
+    for message in messages:
+        kept.append(message.kept(max(0, written)))
+        written -= message.size
+    return kept
+
+
+def _copied(view: memoryview) -> memoryview:
+    source = np.frombuffer(view, np.uint8)
+    target = np.empty_like(source)
+    copy(target, source)
+    return target.data

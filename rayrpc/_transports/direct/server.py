@@ -3,12 +3,19 @@
 The thread that reads a connection also serves the request inline.  Before the function blocks, or
 when it runs for long, another thread takes over reading (``_concurrency.reader``).  So short calls
 need no hand-over, and no call waits for another one's function.
+
+Peers of other nodes have a second connection for large requests and their replies; a large reply to
+a small request is announced where the request came from, and sent there.
+
+A peer that does not read its replies gets no more of them than fit into ``MAX_UNREAD_BYTES``: its
+further requests are not read, and those that wait for a thread do not begin.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
@@ -18,12 +25,17 @@ from collections.abc import Callable
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.direct.acceptor import Acceptor
 from rayrpc._transports.direct.auth import ServerHandshake
-from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.bulk_replies import BULK_BYTES, BulkReplies
+from rayrpc._transports.direct.listening import listen_at
+from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc._transports.direct.stream import UNREAD_SECONDS, Stream
+from rayrpc._transports.direct.tls import Tls
 from rayrpc._transports.direct.wire import prepare
+from rayrpc._transports.serving import ServingThreads
 
 __all__ = ["DirectServer"]
 
@@ -35,72 +47,104 @@ IDLE_SECONDS = 60.0
 # After a request arrived during a short call, others are expected during so many calls.
 CROWDED_CALLS = 64
 
-# Takes a request and its reply; returns True if it sends the reply by another transport.
-SendElsewhere = Callable[[Frame, Frame], bool]
-
 
 class DirectServer:
     """Accept connections of members of the group.
 
     Args:
         token (str): of this worker's membership.
-        host (str): address of this node, to listen at for other nodes; empty: for none.
+        listener (socket | None): listens for workers of other nodes; closed with the server.
         threads (ThreadCache): runs the connections.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
+        tls (Tls | None): encrypts connections of other nodes.
+        memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
     """
 
     def __init__(
-        self, token: str, host: str, threads: ThreadCache, watchdog: ReaderWatchdog
+        self,
+        token: str,
+        listener: socket.socket | None,
+        threads: ThreadCache,
+        watchdog: ReaderWatchdog,
+        tls: Tls | None = None,
+        memory: ReceivedMemory | None = None,
     ) -> None:
         self._token = token
+        self._memory = memory
         self._threads = threads
         self._watchdog = watchdog
+        self._tls = tls
         self._secret = b""
         self._serve: Serve | None = None
-        self._send_elsewhere: SendElsewhere = lambda request, reply: False
+        self._bulk = BulkReplies()
+        self._on_connected: Callable[[socket.socket], None] = lambda connection: None
+        self._expelled: set[str] = set()  # tokens of members that the group declared lost
         self._listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
         self._acceptor: Acceptor | None = None
         #: name of the UNIX socket (in Linux's abstract namespace), empty if there is none
         self.unix = ""
-        #: port on ``host``, 0 if there is none
+        #: port of the listener, 0 if there is none
         self.port = 0
         if hasattr(socket, "AF_UNIX") and _has_abstract_names():
             self.unix = f"rayrpc-{token}"
-            self._listen(socket.AF_UNIX, "\0" + self.unix)
-        if host:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self.port = self._listen(family, (host, 0)).getsockname()[1]
+            self._listeners.append(listen_at(socket.AF_UNIX, "\0" + self.unix))
+        if listener is not None:
+            self._listeners.append(listener)
+            self.port = listener.getsockname()[1]
 
-    def _listen(self, family: int, address: object) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listeners.append(listener)
-        listener.bind(address)  # type: ignore[arg-type]
-        listener.listen(1024)
-        listener.setblocking(False)
-        return listener
-
-    def start(self, secret: bytes, serve: Serve, send_elsewhere: SendElsewhere) -> None:
-        """Accept peers that know the secret, and serve their calls."""
-        self._secret = secret
-        self._serve = serve
-        self._send_elsewhere = send_elsewhere
-        self._acceptor = Acceptor(
-            self._listeners, lambda: ServerHandshake(self._secret, self._token), self._add
-        )
-
-    def close(self, timeout: float) -> None:
-        """Stop accepting and serving.
+    def start(
+        self,
+        secret: bytes,
+        serve: Serve,
+        on_connected: Callable[[socket.socket], None],
+    ) -> None:
+        """Accept peers that know the secret, and serve their calls.
 
         Args:
-            timeout: how long to wait until the calls under way are replied to, in seconds.
+            secret: of the group.
+            serve: answers frames.
+            on_connected: called with each connection that is accepted.
         """
-        self._close_listeners(Acceptor.close)
+        self._secret = secret
+        self._serve = serve
+        self._on_connected = on_connected
+        self._acceptor = Acceptor(
+            self._listeners,
+            lambda: ServerHandshake(self._secret, self._token, self._expelled.__contains__),
+            self._add,
+            self._encrypt,
+        )
+
+    @property
+    def connections(self) -> list[ServerConnection]:
+        """The connections of peers."""
+        return list(self._connections)
+
+    def expel(self, token: str) -> None:
+        """Close a peer's connections, and accept none of it any more."""
+        self._expelled.add(token)
+        for connection in self.connections:
+            if connection.peer == token:
+                connection.close()
+
+    def flush_replies(self, timeout: float) -> None:
+        """Wait until the calls that other threads serve are replied to.
+
+        Args:
+            timeout: in seconds.
+        """
         deadline = Deadline(timeout)
-        connections = list(self._connections)
-        while any(c.is_busy for c in connections) and not deadline.expired:
+        while self._is_busy() and not deadline.expired:
             time.sleep(0.002)
-        for connection in connections:
+
+    def _is_busy(self) -> bool:
+        return not self._bulk.is_empty or any(c.is_busy for c in list(self._connections))
+
+    def close(self) -> None:
+        """Stop accepting and serving."""
+        self._close_listeners(Acceptor.close)
+        for connection in list(self._connections):
             connection.close()
 
     def trim(self) -> None:
@@ -120,14 +164,26 @@ class DirectServer:
         for listener in self._listeners:
             listener.close()
 
-    def _add(self, connection: socket.socket) -> None:
+    def _encrypt(self, connection: socket.socket) -> socket.socket:
+        if self._tls is None or connection.family == getattr(socket, "AF_UNIX", None):
+            return connection
+        return self._tls.of_server(connection)
+
+    def _add(self, connection: socket.socket, handshake: ServerHandshake) -> None:
         assert self._serve is not None
         prepare(connection, IDLE_SECONDS)
-        self._connections.add(
-            ServerConnection(
-                connection, self._serve, self._send_elsewhere, self._threads, self._watchdog
-            )
+        self._on_connected(connection)
+        peer = handshake.peer
+        stream = Stream(connection, self._threads, lambda unsent: None, False, self._memory)
+        bulk = None if handshake.is_bulk or stream.shares_memory else self._bulk
+        served = ServerConnection(
+            connection, peer, stream, self._serve, bulk, self._threads, self._watchdog
         )
+        self._connections.add(served)
+        if handshake.is_bulk:
+            self._bulk.add(served)
+        if peer in self._expelled:  # just now
+            self.expel(peer)
 
 
 def _has_abstract_names() -> bool:
@@ -144,8 +200,10 @@ class ServerConnection:
 
     Args:
         connection (socket): authenticated and prepared.
+        peer (str): token of the peer's membership.
+        stream (Stream): reads and writes it.
         serve (Serve): answers frames.
-        send_elsewhere (SendElsewhere): takes replies that are too large for a connection.
+        bulk (BulkReplies | None): sends large replies; None: they go by this connection.
         threads (ThreadCache): runs the readers.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
     """
@@ -153,18 +211,21 @@ class ServerConnection:
     def __init__(
         self,
         connection: socket.socket,
+        peer: str,
+        stream: Stream,
         serve: Serve,
-        send_elsewhere: SendElsewhere,
+        bulk: BulkReplies | None,
         threads: ThreadCache,
         watchdog: ReaderWatchdog,
     ) -> None:
         self.socket = connection
+        self.peer = peer
         self._serve = serve
-        self._send_elsewhere = send_elsewhere
+        self._bulk = bulk
         self._threads = threads
         self._watchdog = watchdog
-        self._stream = Stream(connection, threads, lambda unsent: None, opened_here=False)
-        self._serving: set[int] = set()  # idents of threads that serve a call
+        self._stream = stream
+        self._serving = ServingThreads()
         self._closed = False
         self._crowded = 0
         threads.submit(self._read)
@@ -172,8 +233,47 @@ class ServerConnection:
     @property
     def is_busy(self) -> bool:
         """Tell whether other threads serve calls, or replies are not written yet."""
-        others = self._serving - {threading.get_ident()}
-        return bool(others) or not self._stream.is_idle
+        if self._closed:  # no reply can be sent
+            return False
+        return self._serving.has_others() or not self._stream.is_idle
+
+    @property
+    def tcp(self) -> socket.socket | None:
+        """The socket, if there is a TCP connection now."""
+        return None if self._closed else self._stream.tcp
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether the connection has ended."""
+        return self._closed
+
+    def wait_until_read(self) -> bool:
+        """Wait a while until the peer has read most of its replies; return False if it has not."""
+        if self._closed or not self._stream.has_unread:
+            return True
+        return self._stream.wait_until_read(UNREAD_SECONDS)
+
+    def wait_for_hang_up(self, seconds: float) -> bool:
+        """Wait a while until the peer closes the connection; return False if it does not."""
+        poll = select.poll()
+        try:
+            poll.register(self.socket, getattr(select, "POLLRDHUP", 0))
+            return bool(poll.poll(1000 * seconds))
+        except (OSError, ValueError):  # closed here
+            return True
+
+    def hold(self, task: Callable[[], object]) -> bool:
+        """Keep a task until the peer has read most of its replies; return False if it has."""
+        return not self._closed and self._stream.hold(task)
+
+    def send_large(self, call_id: int, reply: Frame) -> None:
+        """Send the reply to a request that arrived on another connection of the peer."""
+        self._stream.send(call_id, reply, release_buffers=True)
+
+    def break_off(self, reason: str) -> None:
+        """Close the connection, which is silent."""
+        logger.info("closed a connection of a peer: %s", reason)
+        self.close()
 
     def close(self) -> None:
         """Close the connection."""
@@ -190,50 +290,75 @@ class ServerConnection:
         self._stream.trim()
 
     def _read(self) -> None:
-        """Read requests and serve them, until this thread is released."""
-        me = threading.get_ident()
+        """Read requests and serve them, until this thread is released or the connection ends."""
         with ReaderRole(self._hand_over, self._watchdog) as role:
-            while not self._closed:
-                try:
-                    message = self._stream.read()
-                except TimeoutError:
-                    continue
-                except EOFError:
-                    break
-                frame = message.frame()
-                del message  # the request's buffers live no longer than its call
-                self._serving.add(me)
-                role.message_received()
-                try:
-                    self._answer(frame, role)
-                finally:
-                    self._serving.discard(me)
-                if not role.message_done():
-                    self._stream.flush()
-                    return
+            try:
+                self._serve_requests(role)
+            except EOFError:
+                pass
+            except BaseException:
+                logger.exception("a connection could not be read; it is closed")
+                self.close()  # it fails the calls under way at the caller
+            if role.state == RELEASED:
+                return
         self._closed = True
         self._stream.close()
+        if self._bulk is not None:
+            self._bulk.forget(self)
+
+    def _serve_requests(self, role: ReaderRole) -> None:
+        me = threading.get_ident()
+        while not self._closed:
+            if self._bulk is not None and not self._bulk.wait_until_read(self):
+                continue
+            try:
+                message = self._stream.read()
+            except TimeoutError:
+                continue
+            frame = message.frame()
+            del message  # the request's buffers live no longer than its call
+            self._serving.add(me)
+            role.message_received()
+            try:
+                self._answer(frame, role)
+            finally:
+                self._serving.discard(me)
+            if not role.message_done():
+                self._stream.flush()
+                return
 
     def _hand_over(self) -> None:
         self._stream.flush()
         self._threads.submit(self._read)
 
     def _answer(self, frame: Frame, role: ReaderRole) -> None:
-        role.one_at_a_time = self._crowded == 0
+        role.one_at_a_time = self._crowded <= 0
         reply = served(self._serve, frame)
-        if role.kept and role.state != RELEASED and self._stream.wait(0):
+        if role.kept and role.look_ahead(self._has_arrived):
             self._crowded = CROWDED_CALLS
-        elif self._crowded:
+        elif self._crowded > 0:
             self._crowded -= 1
         if isinstance(reply, Deferred):
+            reply.hold = self._hold
             reply.on_done(lambda late: self._send(frame, late, False))
         else:
             self._send(frame, reply, role.state != RELEASED and self._stream.has_more)
 
+    def _hold(self, task: Callable[[], object]) -> bool:
+        """Keep a task until the peer has read most of its replies; return False if it has."""
+        if self._stream.hold(task):
+            return True
+        return self._bulk is not None and self._bulk.hold(self.peer, task)
+
+    def _has_arrived(self) -> bool:
+        """Tell whether there is another message; a reader may ask."""
+        return self._stream.wait(0)
+
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         try:
-            if not self._stream.shares_memory and self._send_elsewhere(frame, reply):
-                self._stream.send(frame.call_id, None, more)
+            if self._bulk is not None and reply.buffers and size_of(reply) > BULK_BYTES:
+                self._stream.send(frame.call_id, None)  # announces it
+                self._bulk.send(self, frame.call_id, reply)
             else:
                 self._stream.send(frame.call_id, reply, more, release_buffers=True)
         except Exception:

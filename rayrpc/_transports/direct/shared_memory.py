@@ -1,18 +1,23 @@
-"""Memory that both ends of a connection map: the sender copies buffers in, the receiver uses them.
+"""The sender's half of shared memory: segments, in which the receiver's buffers lie.
 
 The sender makes segments (files without a name), and sends the descriptor of each before the first
 message that uses it.  A segment holds the buffers of one message.  The receiver's tensors use its
 memory; when the last of them is deleted, the receiver releases the segment, and the sender reuses
-it.  Segments have no name, so none is left when a process dies.
+it.  Segments have no name, so none is left when a process dies, and a fixed size: a receiver would
+die of reading what the sender has cut off.
 
-    sender:    acquire ──> in use ── release ──> free ── acquire, trim ──> in use, FREED
-    receiver:  map ──> buffers ── all deleted ──> RELEASED is sent ── FREED arrives ──> unmap
+    acquire ──> IN USE ── RELEASED arrives ──> FREE ── acquire ──> IN USE
+                  │                             └── trim ──> freed         FREED is sent
+                  └── DISCARDED arrives ──> freed
+
+``mapped_segments`` is the receiver's half.
 """
 
 from __future__ import annotations
 
 import collections
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
@@ -28,10 +33,13 @@ import numpy as np
 import torch
 
 __all__ = [
-    "MappedSegments",
+    "SEALS",
     "Segment",
     "SegmentPool",
+    "copy",
     "is_supported",
+    "make_private",
+    "map_memory",
     "offsets",
     "receive_descriptor",
     "send_descriptor",
@@ -44,6 +52,8 @@ MIN_SEGMENT_BYTES = 256 << 10
 # Segments in use on a connection; Linux allows a process 65,530 mappings by default.
 MAX_SEGMENTS = 1024
 ALIGNMENT = 64
+# Of a segment's file; nobody can take them off again.
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 # From this size on, copy with the GIL released.
 LARGE_BYTES = 256 << 10
 # From this size on, copy on all cores.
@@ -79,25 +89,65 @@ def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         np.copyto(target, source)
 
 
-def _map(descriptor: int, capacity: int) -> Any:
+def map_memory(descriptor: int, capacity: int) -> Any:
     """Return a file's memory as an array of bytes; it is unmapped when the array is deleted.
 
     Python's own ``mmap`` keeps a descriptor for as long as the memory is mapped.
     """
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    address = _libc.mmap(None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address == _FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    address = _map(descriptor, capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     memory = (ctypes.c_ubyte * capacity).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, capacity).atexit = False
     return memory
 
 
+def make_private(memory: Any, descriptor: int) -> None:
+    """Make mapped memory private: what is written to it from now on, its file does not show.
+
+    Other threads may read and write it meanwhile: the system replaces it in one step.
+
+    Args:
+        memory (Array): as ``map_memory`` returned it.
+        descriptor (int): of its file.
+
+    Raises:
+        OSError: there is no memory, or no address space; it is as before.
+    """
+    capacity = len(memory)
+    # apart, since mapping in place may fail after it has unmapped the old memory
+    address = _map(descriptor, capacity, mmap.MAP_PRIVATE)
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    if _libc.mremap(address, capacity, capacity, flags, ctypes.addressof(memory)) == _FAILED:
+        error = _error()
+        _libc.munmap(address, capacity)
+        raise error
+
+
+def _map(descriptor: int, capacity: int, flags: int) -> int:
+    address = _libc.mmap(None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _FAILED:
+        raise _error()
+    return int(address)
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+if hasattr(_libc, "mremap"):
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        *[ctypes.c_size_t] * 2,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -136,10 +186,11 @@ class Segment:
         self.capacity = capacity
         #: when the receiver released it last
         self.free_since = 0.0
-        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, capacity)
-            self._memory = _map(descriptor, capacity)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+            self._memory = map_memory(descriptor, capacity)
             self._view = memoryview(self._memory).cast("B")
             send(descriptor)
         finally:
@@ -206,6 +257,11 @@ class SegmentPool:
             self._free[segment.capacity].append(segment)
             return True
 
+    def discard(self, number: int) -> None:
+        """Free a segment that was in use, and that the receiver does not want to be used again."""
+        with self._lock:
+            self._used.pop(number, None)
+
     def trim(self) -> list[int]:
         """Free the segments that were not used for a while; return their numbers."""
         limit = time.monotonic() - MAX_FREE_SECONDS
@@ -225,44 +281,7 @@ class SegmentPool:
             self._used.clear()
             self._free.clear()
 
-
-class MappedSegments:
-    """The receiver's view of a peer's segments.
-
-    Args:
-        on_released (Callable): called with the number of a segment when none of its buffers is
-            left; by the garbage collector, in any thread, so it must not take a lock.
-    """
-
-    def __init__(self, on_released: Callable[[int], None]) -> None:
-        self._on_released = on_released
-        self._maps: dict[int, Any] = {}
-        self._blocks: dict[int, Any] = {}
-
-    def has(self, number: int) -> bool:
-        """Tell whether a segment is mapped."""
-        return number in self._maps
-
-    def map(self, number: int, descriptor: int, capacity: int) -> None:
-        """Map a segment; the descriptor is closed."""
-        try:
-            self._maps[number] = _map(descriptor, capacity)
-        finally:
-            os.close(descriptor)
-
-    def unmap(self, number: int) -> None:
-        """Unmap a segment, as soon as none of its buffers is left."""
-        self._maps.pop(number, None)
-
-    def buffers(self, number: int, lengths: Sequence[int]) -> list[memoryview]:
-        """Return the buffers in a segment: writable, and valid as long as they are referenced."""
-        starts, size = offsets(lengths)
-        block = (ctypes.c_ubyte * size).from_buffer(self._maps[number])
-
-        def on_deleted(_: object) -> None:
-            self._blocks.pop(number, None)
-            self._on_released(number)
-
-        self._blocks[number] = weakref.ref(block, on_deleted)
-        view = np.frombuffer(memoryview(block), np.uint8).data
-        return [view[a : a + length] for a, length in zip(starts, lengths, strict=True)]
+    def close_after_fork(self) -> None:
+        """Free a forked child's copies of all segments."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self.close()

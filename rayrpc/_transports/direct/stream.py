@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
+import os
 import socket
 import struct
+import sys
+import termios
+import threading
+import time
 from collections.abc import Callable
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Frame, flat
+from rayrpc._protocol.messages import Frame, FrameError, flat
+from rayrpc._transports.direct.mapped_segments import MappedSegments
+from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.shared_memory import (
-    MappedSegments,
     SegmentPool,
     is_supported,
     offsets,
@@ -19,6 +28,7 @@ from rayrpc._transports.direct.shared_memory import (
     send_descriptor,
 )
 from rayrpc._transports.direct.wire import (
+    DISCARDED,
     FREED,
     RELEASED,
     Message,
@@ -31,8 +41,14 @@ from rayrpc._transports.direct.wire import (
 
 __all__ = ["Stream"]
 
+logger = logging.getLogger(__name__)
+
 # The buffers of a message are shared, where that is possible, from this many bytes in all.
 SHARED_BYTES = 64 << 10
+# With so many bytes of replies that the peer has not read, no more of its requests are read.
+MAX_UNREAD_BYTES = 64 << 20
+# How long a reader waits at a time until the peer has read them.
+UNREAD_SECONDS = 0.25
 
 
 class Stream:
@@ -44,6 +60,7 @@ class Stream:
         on_broken (Callable): called when the connection has ended, with the ids of the calls of
             which no byte was sent.
         opened_here (bool): this end made the connection.
+        memory (ReceivedMemory | None): of large buffers that arrive by TCP; None: new memory.
     """
 
     def __init__(
@@ -52,12 +69,22 @@ class Stream:
         threads: ThreadCache,
         on_broken: Callable[[list[int]], None],
         opened_here: bool,
+        memory: ReceivedMemory | None = None,
     ) -> None:
         self._connection = connection
-        self._reader = MessageReader(connection)
+        self._opened_here = opened_here
+        self._threads = threads
+        # replies are read whatever the peer does: else two peers could wait for one another
+        self._max_unread = sys.maxsize if opened_here else MAX_UNREAD_BYTES
+        self._held: list[Callable[[], object]] = []  # until the peer has read
+        self._unread_lock = threading.Lock()
+        self._shared_bytes = 0  # in segments that were sent since the peer last had read all
+        self._reader = MessageReader(connection, (memory or ReceivedMemory()).acquire)
         self._send_queue = SendQueue(connection, threads, on_broken)
         self._mapped = MappedSegments(
-            lambda number: self._send_queue.piggyback(notice_part(number, RELEASED))
+            lambda number, reusable: self._send_queue.piggyback(
+                notice_part(number, RELEASED if reusable else DISCARDED)
+            )
         )
         self._pool: SegmentPool | None = None
         self._descriptors: socket.socket | None = None  # a socket for the segments' descriptors
@@ -76,6 +103,12 @@ class Stream:
         return self._pool is not None
 
     @property
+    def tcp(self) -> socket.socket | None:
+        """The socket, if this is a TCP connection."""
+        is_local = self._connection.family == getattr(socket, "AF_UNIX", None)
+        return None if is_local else self._connection
+
+    @property
     def is_idle(self) -> bool:
         """Tell whether all messages were written, and the connection has not ended."""
         return self._send_queue.is_empty
@@ -85,28 +118,60 @@ class Stream:
         """Tell whether bytes were received that were not read yet."""
         return self._reader.has_more
 
+    @property
+    def is_intact(self) -> bool:
+        """Tell whether reading may go on after an exception; see ``MessageReader``."""
+        return self._reader.is_intact
+
+    @property
+    def has_unread(self) -> bool:
+        """Tell whether the peer has not read so much that no more of its requests are read."""
+        return self.unread_bytes > self._max_unread
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes that the peer has not read, or not so long ago."""
+        return self._send_queue.pending_bytes + self._shared_bytes
+
     def read(self) -> Message:
         """Return the next message; send what was held back before waiting for it.
 
         Raises:
-            TimeoutError: it did not arrive within a tick; call again.
-            EOFError: the connection has ended.
+            TimeoutError: it did not arrive within a tick, or the peer has not read what was sent;
+                call again.
+            EOFError: the connection has ended; also if the peer sent a malformed message, which
+                ends it.
         """
         reader = self._reader
         if self._descriptors is None and self._pool is not None:
             self._descriptors = self._receive_descriptor_socket()
         if not reader.has_more:
             self.flush()
-        while True:
-            message = reader.read()
-            if message.notice == RELEASED:
-                self._reuse(message.number)
-            elif message.notice == FREED:
-                self._mapped.unmap(message.number)
-            elif (shared := message.shared) is None:
-                return message
-            else:
-                return Message(message.number, message.head, self._buffers(shared), shared)
+        if self.has_unread and not (
+            reader.wait(UNREAD_SECONDS) and self.wait_until_read(UNREAD_SECONDS)
+        ):
+            raise TimeoutError
+        try:
+            while True:
+                message = reader.read()
+                if message.notice == RELEASED:
+                    self._reuse(message.number)
+                elif message.notice == DISCARDED:
+                    if self._pool is not None:
+                        self._pool.discard(message.number)
+                elif message.notice == FREED:
+                    self._mapped.unmap(message.number)
+                else:
+                    if (shared := message.shared) is not None:
+                        message.frame().buffers = self._buffers(shared)
+                    elif message.content is None and not self._opened_here:
+                        raise FrameError("a request has no frame")
+                    return message
+        except FrameError as exc:
+            # as text: a log that keeps the exception keeps its traceback, and with it the memory
+            logger.warning("closed a connection whose peer sent what it must not: %s", str(exc))
+            self.shut_down()  # the peer learns of it at once
+            raise
 
     def send(
         self, call_id: int, frame: Frame | None, more: bool = False, release_buffers: bool = False
@@ -133,14 +198,17 @@ class Stream:
             with contextlib.suppress(OSError):  # no memory, or too many are in use
                 segment = self._pool.acquire(size)
         if segment is None:
-            return self._send_queue.send(call_id, message_parts(call_id, head, views), more)
+            parts = message_parts(call_id, head, views)
+            return self._send_queue.send(call_id, parts, more, may_change=not frame.is_stable)
         segment.fill(views, starts)
         if release_buffers:
             frame.buffers = []
             views.clear()
-        return self._send_queue.send(
-            call_id, shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
-        )
+        parts = shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
+        is_written = self._send_queue.send(call_id, parts)
+        with self._unread_lock:
+            self._shared_bytes += size
+        return is_written
 
     def trim(self) -> None:
         """Free memory that was not used for a while."""
@@ -149,19 +217,74 @@ class Stream:
                 self._send_queue.piggyback(notice_part(number, FREED))
             self._send_queue.flush_piggybacked()
 
-    def close(self) -> None:
-        """End the connection, and free its memory."""
+    def stop_receiving(self) -> None:
+        """Have ``read`` return what has arrived, and then raise EOFError."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def shut_down(self) -> None:
+        """End the connection for both ends; reads and writes under way end."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        self.close_after_fork()
+
+    def close(self) -> None:
+        """End the connection, and free its memory."""
+        self.shut_down()
+        self._close_received()
         if self._pool is not None:
             self._pool.close()
 
     def close_after_fork(self) -> None:
-        """Close the descriptors, which may be a forked child's copies."""
+        """Free what a forked child inherited, except for the buffers that it may read."""
+        self._close_received()
+        if self._pool is not None:
+            self._pool.close_after_fork()
+
+    def _close_received(self) -> None:
+        self._mapped.close()
         self._connection.close()
         if self._descriptors is not None:
             self._descriptors.close()
+
+    # -- a peer that does not read ------------------------------------------------------------
+
+    def hold(self, task: Callable[[], object]) -> bool:
+        """Keep a task until the peer has read most of what was sent; False if it has."""
+        with self._unread_lock:
+            if not self.has_unread:
+                return False
+            self._held.append(task)
+            is_first = len(self._held) == 1
+        if is_first:
+            self._threads.submit(self._release_held)
+        return True
+
+    def _release_held(self) -> None:
+        while not self.wait_until_read(UNREAD_SECONDS):
+            pass
+        with self._unread_lock:
+            held, self._held = self._held, []
+        for task in held:
+            task()
+
+    def wait_until_read(self, seconds: float) -> bool:
+        """Wait until the peer has read most of what was sent; return False if it did not."""
+        self.flush()
+        deadline = Deadline(seconds)
+        pause = 0.0005
+        while self.has_unread:
+            if not self._send_queue.wait_shorter(self._max_unread // 2, deadline.within(seconds)):
+                return False
+            with self._unread_lock:
+                if self._send_queue.pending_bytes == 0 and not _has_unread(self._connection):
+                    self._shared_bytes = 0
+                    return True
+            if self._shared_bytes:
+                if deadline.expired:
+                    return False
+                time.sleep(deadline.within(pause))  # nothing announces that a peer has read
+                pause = min(2 * pause, 0.02)
+        return True
 
     # -- shared memory ------------------------------------------------------------------------
 
@@ -170,9 +293,14 @@ class Stream:
             self._send_queue.piggyback(notice_part(number, FREED))
 
     def _buffers(self, shared: SharedBuffers) -> list[memoryview]:
+        if self._descriptors is None:
+            raise FrameError("a message has buffers in memory that cannot be shared")
         while not self._mapped.has(shared.segment):
             self._receive_segment()
-        return self._mapped.buffers(shared.segment, shared.lengths)
+        try:
+            return self._mapped.buffers(shared.segment, shared.lengths)
+        except (ValueError, OverflowError, MemoryError) as exc:
+            raise FrameError(f"buffers are not where the peer says: {exc}") from None
 
     def _receive_descriptor_socket(self) -> socket.socket:
         """Receive the socket for descriptors, which precedes the first message."""
@@ -180,9 +308,13 @@ class Stream:
             _, descriptor = receive_descriptor(self._connection, 1)
         except BlockingIOError:
             raise TimeoutError from None
-        except OSError as exc:
+        except (OSError, struct.error) as exc:
             raise EOFError(str(exc)) from None
-        return socket.socket(fileno=descriptor)
+        try:
+            return socket.socket(fileno=descriptor)
+        except OSError as exc:
+            os.close(descriptor)
+            raise FrameError(f"it began with a descriptor that is no socket: {exc}") from None
 
     def _send_segment(self, number: int, capacity: int, descriptor: int) -> None:
         if self._descriptors is None:
@@ -197,8 +329,20 @@ class Stream:
             data, descriptor = receive_descriptor(self._descriptors, _SEGMENT.size, flags)
             number, capacity = _SEGMENT.unpack(data)
             self._mapped.map(number, descriptor, capacity)
+        except BlockingIOError:
+            raise FrameError("a message names memory that was not sent") from None
         except (OSError, struct.error) as exc:
             raise EOFError(f"no memory could be shared: {exc}") from None
+
+
+def _has_unread(connection: socket.socket) -> bool:
+    """Tell whether the peer has not read all that was written; only of UNIX sockets."""
+    count = bytearray(4)
+    try:
+        fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+    except (OSError, ValueError):
+        return False  # it was closed
+    return any(count)
 
 
 _SEGMENT = struct.Struct("<QQ")

@@ -3,9 +3,9 @@
     call ─┬─ connection ────────────> the peer's DirectServer
           └─ the fallback's call ───> the peer's fallback transport
 
-Calls to a peer on this node go by its UNIX socket, with large buffers in shared memory.  Frames
-with large buffers to other nodes, and all calls to a peer that cannot be connected to, go by the
-fallback, which is any other ``Transport``.
+Calls to a peer on this node go by its UNIX socket, with large buffers in shared memory.  To a peer
+on another node there are two connections, the second for large messages.  All calls to a peer that
+cannot be connected to go by the fallback, which is any other ``Transport``.
 """
 
 from __future__ import annotations
@@ -25,35 +25,40 @@ from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import Frame, flat
+from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
 from rayrpc._transports.direct.address import DirectAddress
-from rayrpc._transports.direct.auth import CHALLENGE_SIZE, AuthenticationError, ClientHandshake
+from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake
+from rayrpc._transports.direct.bulk_replies import BULK_BYTES
 from rayrpc._transports.direct.connection import CallerConnection
+from rayrpc._transports.direct.dialing import dial
+from rayrpc._transports.direct.listening import Listening
+from rayrpc._transports.direct.peer_process import has_ended
+from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.server import DirectServer
-from rayrpc._transports.direct.wire import prepare
+from rayrpc._transports.direct.silence import SilenceWatch
+from rayrpc._transports.direct.tls import Tls
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 __all__ = ["DirectTransport"]
 
 logger = logging.getLogger(__name__)
 
-# How long connecting to a peer may take, and how often it is tried.
-CONNECT_SECONDS = 5.0
-CONNECT_TRIES = 3
 # How long a call whose connection broke waits until the directory reports that the peer died.
 LOSS_SECONDS = 1.0
-# How long a closing worker waits until its last replies are sent.
-CLOSE_SECONDS = 1.0
-# Frames to other nodes with more bytes in their buffers go by the fallback: Ray copies faster.
-BULK_BYTES = 1 << 20
+# Pauses before a broken connection is made again: the first one, and the longest.
+REOPEN_SECONDS = 1.0
+MAX_REOPEN_SECONDS = 30.0
+# How long replies that have arrived may take to be read after the loss of their sender.
+READ_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class _Route:
     """How calls reach a peer.
 
-        DIRECT ── the connection breaks ──> FALLBACK     a route never becomes DIRECT again
+        DIRECT ── the connection breaks ──> FALLBACK     while it is made again
+        DIRECT <── the peer is reached ──── FALLBACK
                                             FALLBACK     from the start: it accepts no connections
 
     Args:
@@ -75,32 +80,60 @@ class DirectTransport(Transport):
     Args:
         fallback (Transport): the other transport.
         token (str): of this worker's membership.
-        only (bool): calls fail where a connection is impossible; bulk goes by the fallback still.
+        only (bool): calls fail where a connection is impossible.
+        tls (Tls | None): encrypts connections to other nodes.
+        near_only (bool): connect to peers on this node alone: what crosses the network must be
+            encrypted, as the fallback does.
+        listening (Listening): where to listen for peers on other nodes.
+        worker (str): name of this worker, for messages.
+        peer_timeout (float): after so many seconds of silence a host's connections are closed.
     """
 
     name = "direct"
 
-    def __init__(self, fallback: Transport, token: str, only: bool = False) -> None:
+    def __init__(
+        self,
+        fallback: Transport,
+        token: str,
+        only: bool = False,
+        tls: Tls | None = None,
+        near_only: bool = False,
+        listening: Listening | None = None,
+        worker: str = "this worker",
+        peer_timeout: float = 10.0,
+    ) -> None:
         self._fallback = fallback
         self._token = token
         self._only = only
+        self._tls = tls
+        self._near_only = near_only
         self._node_id = fallback.node_id
         # without a soft limit in effect: most of its threads wait for a message
         self._threads = ThreadCache("rayrpc-connection", soft_limit=10_000)
         self._watchdog = ReaderWatchdog(lambda: self._threads.submit(self._trim))
-        self._server = DirectServer(token, fallback.node, self._threads, self._watchdog)
+        listener, self._host = None, fallback.node
+        if not near_only:
+            listener, self._host = (listening or Listening()).open(worker, fallback.node)
+        self._memory = ReceivedMemory()
+        self._server = DirectServer(
+            token, listener, self._threads, self._watchdog, tls, self._memory
+        )
+        self._silence = SilenceWatch(
+            peer_timeout, lambda: [*self._connections(), *self._server.connections]
+        )
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
         self._routes: dict[str, _Route] = {}  # by the peer's token
         self._lock = threading.Lock()
         self._closed = False
+        self._closing = threading.Event()
         _close_after_fork(self)
 
     @property
     def address(self) -> DirectAddress:
         server = self._server
         return DirectAddress(
-            self._fallback.address, self._node_id, server.unix, self.node, server.port
+            self._fallback.address, self._node_id, server.unix, self._host, server.port
         )
 
     @property
@@ -117,16 +150,17 @@ class DirectTransport(Transport):
         self._find = find
         self._secret = secret
         self._fallback.start(serve, self._find_for_fallback, secret)
-        self._server.start(secret, serve, self._send_large_reply)
+        self._server.start(secret, serve, self._silence.add)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         route = self._routes.get(peer.token)
         if route is None:
             route = self._open_route(peer)
-        if route.connection is not None:
-            if frame.buffers and not route.is_near and _size(frame) > BULK_BYTES:
-                return self._fallback.call(route.peer, frame)
-            call = route.connection.call(frame)
+        connection = route.connection
+        if connection is not None:
+            if frame.buffers and not route.is_near and size_of(frame) > BULK_BYTES:
+                connection = self._bulk_of(connection) or connection
+            call = connection.call(frame)
             if call is not None:
                 return call
         return self._call_by_fallback(route.peer, frame, route.reason)
@@ -141,15 +175,23 @@ class DirectTransport(Transport):
         with self._lock:
             route = self._routes.pop(peer.token, None)
         if route is not None and route.connection is not None:
-            route.connection.fail(error)
+            _end(route.connection, error)
+        self._server.expel(peer.token)
         self._fallback.on_peer_lost(_for_fallback(peer), error)
+
+    def flush_replies(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        self._server.flush_replies(timeout)
+        self._fallback.flush_replies(deadline.within(timeout))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        self._closing.set()
         _transports.discard(self)
-        self._server.close(CLOSE_SECONDS)
+        self._silence.close()
+        self._server.close()
         with self._lock:
             connections = self._connections()
             self._routes.clear()
@@ -174,8 +216,37 @@ class DirectTransport(Transport):
             reason = "it accepts no connections: its setting transport is not direct or auto"
             self._log_fallback(peer, reason)
             return _Route(peer, None, False, reason)
-        connection = CallerConnection(peer, self, self._threads, self._watchdog)
-        return _Route(_for_fallback(peer), connection, self._is_near(to))
+        is_near = self._is_near(to)
+        reason = "" if is_near else self._why_out_of_reach(to)
+        if reason:
+            self._log_fallback(peer, reason)
+            return _Route(_for_fallback(peer), None, False, reason)
+        return _Route(_for_fallback(peer), self._new_connection(peer), is_near)
+
+    def _new_connection(
+        self, peer: Member, connected: socket.socket | None = None, is_bulk: bool = False
+    ) -> CallerConnection:
+        return CallerConnection(
+            peer, self, self._threads, self._watchdog, self._memory, connected, is_bulk
+        )
+
+    def _bulk_of(self, connection: CallerConnection) -> CallerConnection | None:
+        """Return the connection for large messages beside another one; None if that is broken."""
+        with self._lock:
+            if connection.is_broken:
+                return None
+            bulk = connection.bulk
+            if bulk is None or bulk.may_be_replaced:
+                bulk = connection.bulk = self._new_connection(connection.peer, is_bulk=True)
+            return bulk
+
+    def _why_out_of_reach(self, to: DirectAddress) -> str:
+        """Return why no connection to a peer on another node can be made; empty if it can."""
+        if self._near_only:
+            return "RAY_USE_TLS is set, and its certificates cannot be used for connections"
+        if not to.port:
+            return "it listens at no port: its node's log says why"
+        return ""
 
     def _is_near(self, to: DirectAddress) -> bool:
         """Tell whether a peer is on this node, and reached by a UNIX socket."""
@@ -183,11 +254,13 @@ class DirectTransport(Transport):
 
     def _connections(self) -> list[CallerConnection]:
         routes = list(self._routes.values())
-        return [route.connection for route in routes if route.connection is not None]
+        connections = [route.connection for route in routes if route.connection is not None]
+        return connections + [each.bulk for each in connections if each.bulk is not None]
 
     def _trim(self) -> None:
         """Free the memory that connections have not used for a while."""
         self._server.trim()
+        self._memory.trim()
         for connection in self._connections():
             connection.trim()
 
@@ -214,12 +287,17 @@ class DirectTransport(Transport):
             error = WorkerDiedError(peer.name, reason, peer.node)
         pending.complete(Error(error))
 
-    def _wait_loss(self, peer: Member) -> bool:
-        """Wait whether the directory reports the loss of a peer; return True if it does."""
+    def _wait_loss(self, peer: Member, pid: int | None = None) -> bool:
+        """Wait for the loss of a peer; return False if it is not known after a while.
+
+        Args:
+            peer: the directory reports its loss.
+            pid: of its process, if this is known on this node: the end of the process is a loss.
+        """
         deadline = Deadline(LOSS_SECONDS)
         while not deadline.expired:
             now = self._find(peer.id)
-            if now is None or now.token != peer.token:
+            if now is None or now.token != peer.token or (pid and has_ended(pid)):
                 return True
             time.sleep(0.01)
         return False
@@ -230,58 +308,39 @@ class DirectTransport(Transport):
 
     # -- the owner of connections (ConnectionOwner) -------------------------------------------
 
-    def connect(self, peer: Member) -> socket.socket:
+    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
         """Return an authenticated connection to a peer.
+
+        Args:
+            peer: to connect to.
+            is_bulk: the connection is for large messages.
 
         Raises:
             OSError: it cannot be reached.
             EOFError: it closed the connection.
             AuthenticationError: the callee is not the peer.
         """
-        deadline = Deadline(CONNECT_SECONDS)
-        tries = 0
-        while True:
-            try:
-                return self._connect_once(peer, deadline)
-            except BlockingIOError:  # the listener's queue is full
-                if deadline.expired:
-                    raise
-            except (OSError, EOFError, AuthenticationError):
-                tries += 1
-                if tries == CONNECT_TRIES or deadline.expired:
-                    raise
-            time.sleep(0.02)
-
-    def _connect_once(self, peer: Member, deadline: Deadline) -> socket.socket:
         to: DirectAddress = peer.address
-        if self._is_near(to):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            address: object = "\0" + to.unix
-        else:
-            family = socket.AF_INET6 if ":" in to.host else socket.AF_INET
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            address = (to.host, to.port)
-        try:
-            connection.settimeout(max(0.001, deadline.within(CONNECT_SECONDS)))
-            connection.connect(address)  # type: ignore[arg-type]
-            handshake = ClientHandshake(self._secret, self._token, peer.token)
-            connection.sendall(handshake.hello)
-            challenge = b""
-            while len(challenge) < CHALLENGE_SIZE:
-                data = connection.recv(CHALLENGE_SIZE - len(challenge))
-                if not data:
-                    raise EOFError("the peer closed the connection")
-                challenge += data
-            connection.sendall(handshake.receive(challenge))
-            prepare(connection)
-        except BaseException:
-            connection.close()
-            raise
+        connection = dial(
+            to,
+            self._is_near(to),
+            lambda: ClientHandshake(self._secret, self._token, peer.token, is_bulk),
+            self._tls,
+        )
+        self._silence.add(connection)
         return connection
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
         """Send a request, of which its connection sent no byte, by the fallback."""
         return self._call_by_fallback(_for_fallback(peer), frame, reason)
+
+    def expect_large(self, connection: CallerConnection, call_id: int) -> Pending:
+        """Return where a large reply will be that a connection has announced."""
+        bulk = self._bulk_of(connection) or connection.bulk
+        expected = None if bulk is None else bulk.expect(call_id)
+        if expected is None:
+            raise self._lost(connection.peer, "the connection for large messages was cut")
+        return expected
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
         """Use the fallback from now on; fail the calls that were sent on the connection.
@@ -290,32 +349,55 @@ class DirectTransport(Transport):
         """
         with self._lock:
             route = self._routes.get(connection.peer.token)
-            if route is not None:
+            current = None if route is None else route.connection
+            if route is not None and current is connection:
                 route.reason = reason
-        if not self._closed:
-            self._log_fallback(connection.peer, reason)
         self._threads.submit(lambda: self._fail_calls(connection, reason))
+        if self._closed or route is None or current is None:
+            return
+        if current is connection:
+            self._log_fallback(connection.peer, reason)
+            self._threads.submit(lambda: self._reopen(connection, route))
+        elif current.bulk is connection and not connection.may_be_replaced:
+            current.break_off(reason)  # the two are lost together
+
+    def _reopen(self, broken: CallerConnection, route: _Route) -> None:
+        """Connect to a peer again, until this succeeds or the peer is lost."""
+        pause = REOPEN_SECONDS
+        while not self._closing.wait(pause):
+            if self._routes.get(broken.peer.token) is not route:
+                return
+            try:
+                connected = self.connect(broken.peer)
+            except (OSError, EOFError, AuthenticationError):
+                pause = min(2 * pause, MAX_REOPEN_SECONDS)
+                continue
+            with self._lock:
+                if self._routes.get(broken.peer.token) is not route or self._closed:
+                    connected.close()
+                    return
+                logger.info("calls to %s go by a connection again", broken.peer.name)
+                route.reason = ""
+                route.connection = self._new_connection(broken.peer, connected)
+                return
 
     def _fail_calls(self, connection: CallerConnection, reason: str) -> None:
         peer = connection.peer
-        error: CallError = CallLostError(
+        error: CallError = self._lost(peer, reason)
+        if self._wait_loss(peer, connection.peer_pid):
+            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, and knows the cause
+            error = WorkerDiedError(peer.name, reason, peer.node)
+        connection.fail(error)
+        if connection.bulk is not None:
+            connection.bulk.end(error, READ_SECONDS)
+
+    @staticmethod
+    def _lost(peer: Member, reason: str) -> CallLostError:
+        return CallLostError(
             f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
             f"call: whether the function ran is not known ({reason}). Call again if it may run "
             "twice."
         )
-        if self._wait_loss(peer):
-            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, and knows the cause
-            error = WorkerDiedError(peer.name, reason, peer.node)
-        connection.fail(error)
-
-    # -- serving ------------------------------------------------------------------------------
-
-    def _send_large_reply(self, request: Frame, reply: Frame) -> bool:
-        """Send a reply by the fallback if it is large; return False if it is not."""
-        if not reply.buffers or _size(reply) <= BULK_BYTES:
-            return False
-        self._threads.submit(lambda: self._fallback.send_reply(request, reply))
-        return True
 
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
@@ -331,8 +413,11 @@ def _for_fallback(peer: Member) -> Member:
     return peer
 
 
-def _size(frame: Frame) -> int:
-    return sum(flat(buffer).nbytes for buffer in frame.buffers)
+def _end(connection: CallerConnection, error: BaseException) -> None:
+    """End a connection, and the one for large messages, whose replies it may have announced."""
+    connection.end(error, READ_SECONDS)
+    if connection.bulk is not None:
+        connection.bulk.end(error, READ_SECONDS)
 
 
 _transports: weakref.WeakSet[DirectTransport] = weakref.WeakSet()

@@ -5,19 +5,29 @@
 
 The number is the call's, the head a packed ``Frame``; an empty head announces that the reply comes
 by another transport.  Beside messages there are notices about a segment of shared memory, of the
-first line only, with the segment's number: the receiver RELEASED it, or the sender FREED it.
+first line only, with the segment's number: the receiver RELEASED it, or DISCARDED it, so that it is
+not used again, or the sender FREED it.
+
+All lengths must add up before memory is allocated for them; else the message is malformed, which
+ends the connection.
 """
 
 from __future__ import annotations
 
+import functools
 import select
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rayrpc._protocol.messages import Frame
+import numpy as np
+
+from rayrpc._protocol.messages import Frame, FrameError
+from rayrpc.errors import SerializationError
 
 __all__ = [
+    "DISCARDED",
     "FREED",
     "Message",
     "MessageReader",
@@ -41,9 +51,11 @@ TICK_SECONDS = 0.25
 SHARED = 1 << 31  # a message whose buffers are in shared memory
 RELEASED = 1 << 30  # a notice: the receiver uses no buffer in this segment any more
 FREED = 1 << 29  # a notice: the sender will not use this segment again
+DISCARDED = RELEASED | FREED  # a notice: neither the receiver nor the sender shall use it again
 _COUNT = FREED - 1
 
-NO_BUFFERS: list[Any] = []  # never changed; a frame makes a list of its own
+# Bytes of a head; their number has 4 bytes.
+MAX_HEAD = (1 << 32) - 1
 
 
 class SharedBuffers(NamedTuple):
@@ -54,17 +66,30 @@ class SharedBuffers(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message, or, if ``notice`` is set, a notice about the segment ``number``."""
+    """A message, or, if ``notice`` is set, a notice about the segment ``number``.
+
+    Args:
+        number (int): of the call, or of the segment.
+        content (Frame | None): None: the reply comes by another transport, or it is a notice.
+        shared (SharedBuffers | None): where the buffers are that the frame does not have yet.
+        notice (int): RELEASED, DISCARDED, FREED or 0.
+    """
 
     number: int
-    head: bytes
-    buffers: list[Any]
+    content: Frame | None
     shared: SharedBuffers | None = None
     notice: int = 0
 
+    @property
+    def buffers(self) -> list[Any]:
+        """The buffers of the frame in it."""
+        return self.frame().buffers
+
     def frame(self) -> Frame:
-        """Return the frame in it."""
-        return Frame.unpack(self.head, self.buffers)
+        """Return the frame in it; FrameError if there is none."""
+        if self.content is None:
+            raise FrameError("a message has no frame")
+        return self.content
 
 
 class _NumberStructs(dict[int, struct.Struct]):
@@ -81,7 +106,13 @@ _NUMBERS = _NumberStructs()
 
 
 def message_parts(call_id: int, head: bytes, views: list[memoryview]) -> list[Any]:
-    """Return the bytes of a message with its buffers, in parts."""
+    """Return the bytes of a message with its buffers, in parts.
+
+    Raises:
+        SerializationError: the head is too long for a message.
+    """
+    if len(head) > MAX_HEAD:
+        raise SerializationError(f"a message of {len(head)} bytes beside its buffers is too long")
     if not views:
         return [_PREFIX.pack(call_id, len(head), len(head), 0) + head]
     lengths = [view.nbytes for view in views]
@@ -119,66 +150,135 @@ def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _numbers_of(kind: int) -> struct.Struct:
-    """Return the struct of the numbers before the head."""
-    return _NUMBERS[(kind & _COUNT) + bool(kind & SHARED)]
+Allocate = Callable[[int], Any]
 
 
-def _read_front(
-    data: Any, position: int, head_length: int, kind: int
-) -> tuple[bytes, tuple[int, ...], SharedBuffers | None]:
-    """Return the head, and the lengths of the buffers that follow, or the shared buffers."""
-    layout = _numbers_of(kind)
-    numbers = layout.unpack_from(data, position)
-    position += layout.size
-    head = bytes(data[position : position + head_length])
-    if kind & SHARED:
-        return head, (), SharedBuffers(numbers[-1], numbers[:-1])
-    return head, numbers, None
+def _new_memory(size: int) -> Any:
+    """Return memory for ``size`` bytes; the system provides large memory as it is filled."""
+    return np.empty(size, np.uint8).data
+
+
+def _allocate(size: int, allocate: Allocate) -> Any:
+    """Return memory for a part of a large message."""
+    if size < CAPACITY:
+        return bytearray(size)
+    try:
+        return allocate(size)
+    except (MemoryError, ValueError, OverflowError) as exc:
+        raise FrameError(f"a message needs {size} bytes of memory: {exc}") from None
+
+
+class _Layout:
+    """The parts of a message with buffers, by its first line.
+
+    Args:
+        length (int): of all after the first line.
+        head_length (int): of the head.
+        kind (int): kind and count of buffers.
+
+    Raises:
+        FrameError: the kind is unknown, or the parts are longer than the whole.
+    """
+
+    __slots__ = ("_is_shared", "_length", "_numbers", "front_length", "head_length")
+
+    def __init__(self, length: int, head_length: int, kind: int) -> None:
+        count = kind & _COUNT
+        self._is_shared = kind == count | SHARED
+        if kind != count and not (self._is_shared and count):
+            raise FrameError(f"a message has the unknown kind {kind:#x}")
+        if not head_length:
+            raise FrameError("a message has no head")
+        self._length = length
+        self.head_length = head_length
+        numbers = count + self._is_shared
+        #: length of the numbers and the head
+        self.front_length = 8 * numbers + head_length
+        rest = length - self.front_length
+        if rest < 0 or (rest and (self._is_shared or not count)):
+            raise FrameError("the lengths in a message do not add up")
+        self._numbers = _NUMBERS[numbers]
+
+    def read(self, number: int, data: Any, position: int) -> tuple[Message, tuple[int, ...]]:
+        """Return the message at ``position``, without buffers, and the lengths of these.
+
+        Raises:
+            FrameError: its lengths do not add up, or its frame is malformed.
+        """
+        numbers = self._numbers.unpack_from(data, position)
+        start = position + self._numbers.size
+        shared = None
+        if self._is_shared:
+            shared = SharedBuffers(numbers[-1], numbers[:-1])
+            numbers = ()
+        elif self.front_length + sum(numbers) != self._length:
+            raise FrameError("the lengths in a message do not add up")
+        content = _unpack(number, data[start : start + self.head_length])
+        return Message(number, content, shared), numbers
+
+
+def _unpack(number: int, head: Any) -> Frame:
+    frame = Frame.unpack(head)
+    if frame.call_id != number:
+        raise FrameError(f"a message with the number {number} has the frame of another")
+    return frame
 
 
 class _LargeMessage:
     """A message that is being received into memory of its own."""
 
-    def __init__(self, number: int, head_length: int, kind: int) -> None:
-        self.number = number
-        self.head_length = head_length
-        self.kind = kind
-        self.data = bytearray(_numbers_of(kind).size + head_length)
-        self.head = b""
-        self.shared: SharedBuffers | None = None
-        self.buffers: list[bytearray] | None = None
-        self.missing = [memoryview(self.data)]  # in reverse order
+    def __init__(self, number: int, layout: _Layout, allocate: Allocate) -> None:
+        self._number = number
+        self._layout = layout
+        self._allocate = allocate
+        self._message: Message | None = None
+        self._front = _allocate(layout.front_length, _new_memory)
+        self.missing = [memoryview(self._front)]  # in reverse order
 
     def is_whole(self) -> bool:
         """Tell whether it was received; allocate the buffers once their lengths are known."""
         if self.missing:
             return False
-        if self.buffers is None:
-            self.head, lengths, self.shared = _read_front(self.data, 0, self.head_length, self.kind)
-            self.buffers = [bytearray(length) for length in lengths]
-            self.missing = [memoryview(buffer) for buffer in reversed(self.buffers) if buffer]
+        if self._message is None:
+            self._message, lengths = self._layout.read(self._number, memoryview(self._front), 0)
+            del self._front
+            buffers = [_allocate(length, self._allocate) for length in lengths]
+            self._message.frame().buffers = buffers
+            self.missing = [memoryview(buffer) for buffer in reversed(buffers) if len(buffer)]
         return not self.missing
 
     def message(self) -> Message:
         """Return the message."""
-        return Message(self.number, self.head, self.buffers or [], self.shared)
+        assert self._message is not None
+        return self._message
+
+
+def _has_none() -> bool:
+    return False
 
 
 class MessageReader:
     """Read messages from a connection; by one thread at a time.
 
     Args:
-        connection (socket): prepared.
+        connection (socket): prepared; a TlsSocket has bytes that it does not announce, too.
+        allocate (Callable): returns the memory of a large buffer, by its size in bytes.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, allocate: Allocate = _new_memory) -> None:
+        self._allocate = allocate
+        self._receive_into: Callable[[Any], int] = connection.recv_into
+        self._receive_all: Callable[[Any], int] = connection.recv_into
+        if type(connection) is socket.socket:
+            self._receive_all = functools.partial(connection.recv_into, flags=socket.MSG_WAITALL)
+        self._has_pending: Callable[[], bool] = getattr(connection, "has_pending", _has_none)
         self._bytes = bytearray(CAPACITY)
         self._view = memoryview(self._bytes)
         self._start = 0
         self._end = 0
         self._large: _LargeMessage | None = None
+        self._is_waiting = False
+        self._received: list[int] = []  # counts of bytes, at most one
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -187,16 +287,26 @@ class MessageReader:
         """Tell whether bytes were received that were not read yet."""
         return self._end > self._start
 
+    @property
+    def is_intact(self) -> bool:
+        """Tell, after an exception in ``read`` or later, that it came while ``read`` was waiting.
+
+        No byte is lost then, and the next ``read`` goes on.
+        """
+        return self._is_waiting and not self._received
+
     def wait(self, seconds: float) -> bool:
         """Tell whether there are bytes to read within ``seconds``."""
-        return self._end > self._start or bool(self._poll.poll(seconds * 1000))
+        if self._end > self._start or self._has_pending():
+            return True
+        return bool(self._poll.poll(seconds * 1000))
 
     def read(self) -> Message:
         """Return the next message.
 
         Raises:
             TimeoutError: it did not arrive within a tick; call again.
-            EOFError: the connection has ended.
+            EOFError: the connection has ended, or must (FrameError): do not call again.
         """
         if self._large is None:
             if self._end - self._start < _PREFIX.size:
@@ -207,27 +317,32 @@ class MessageReader:
                     self._fill(_PREFIX.size + length)
                 position = self._start + _PREFIX.size
                 self._start = position + length
-                if kind == 0:
-                    return Message(number, bytes(self._view[position : self._start]), NO_BUFFERS)
-                return self._take(position, number, head_length, kind)
+                if kind == 0 and length == head_length:
+                    head = self._view[position : self._start]
+                    return Message(number, _unpack(number, head) if length else None)
+                return self._take(position, number, length, head_length, kind)
+            layout = _Layout(length, head_length, kind)
             self._start += _PREFIX.size
-            self._large = _LargeMessage(number, head_length, kind)
+            self._large = _LargeMessage(number, layout, self._allocate)
         while not self._large.is_whole():
             self._fill_large(self._large)
         message = self._large.message()
         self._large = None
         return message
 
-    def _take(self, position: int, number: int, head_length: int, kind: int) -> Message:
-        if kind in (RELEASED, FREED):
-            return Message(number, b"", [], None, kind)
-        head, lengths, shared = _read_front(self._view, position, head_length, kind)
-        position = self._start - sum(lengths)
-        buffers = []
+    def _take(
+        self, position: int, number: int, length: int, head_length: int, kind: int
+    ) -> Message:
+        if kind in (RELEASED, FREED, DISCARDED) and length == head_length == 0:
+            return Message(number, None, None, kind)
+        layout = _Layout(length, head_length, kind)
+        message, lengths = layout.read(number, self._view, position)
+        position += layout.front_length
+        buffers = message.frame().buffers
         for length in lengths:
             buffers.append(self._bytes[position : position + length])
             position += length
-        return Message(number, head, buffers, shared)
+        return message
 
     def _fill(self, needed: int) -> None:
         """Receive until ``needed`` bytes are in the receive buffer."""
@@ -238,7 +353,7 @@ class MessageReader:
             self._bytes[:have] = self._bytes[self._start : self._end]
             self._start, self._end = 0, have
         while self._end - self._start < needed:
-            self._end += self._receive(self._view[self._end :])
+            self._end += self._receive(self._receive_into, self._view[self._end :])
 
     def _fill_large(self, large: _LargeMessage) -> None:
         view = large.missing[-1]
@@ -247,19 +362,24 @@ class MessageReader:
             view[:have] = self._view[self._start : self._start + have]
             self._start += have
         else:
-            have = self._receive(view)
+            have = self._receive(self._receive_all, view)
         if have == len(view):
             large.missing.pop()
         else:
             large.missing[-1] = view[have:]
 
-    def _receive(self, view: memoryview) -> int:
+    def _receive(self, receive: Callable[[Any], int], view: memoryview) -> int:
+        self._is_waiting = True
         try:
-            count = self._connection.recv_into(view)
+            # One call in C: an interrupt comes while it waits, or after it stored the count.
+            self._received.extend(map(receive, (view,)))
         except BlockingIOError:
+            self._is_waiting = False
             raise TimeoutError from None
         except OSError as exc:
             raise EOFError(str(exc)) from None
+        self._is_waiting = False
+        count = self._received.pop()
         if count == 0:
             raise EOFError("the peer closed it")
         return count

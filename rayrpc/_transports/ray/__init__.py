@@ -2,14 +2,18 @@
 
 In the order in which a worker meets them:
 
-    cluster         connects this process to its Ray cluster, or takes a lease of a local one
-    local_cluster   the process that starts and ends a local cluster
-    directory       the directory actor of a group, and its client ``RayDirectory``
-    endpoint        addresses, the wire form, the endpoint of a hosted worker
-    relay           the relay actor: the endpoint of an attached process
-    relay_client    an attached process's side of its relay: polls, serves, sends results
-    transport       ``RayTransport``: calls peers' endpoints, serves this worker's own
-    ray_errors      Ray's errors as errors of rayrpc
+    cluster           connects this process to its Ray cluster, or takes a lease of a local one
+    auth_token        Ray's authentication by token: the user's token, clusters that require one
+    local_cluster     the process that starts and ends a local cluster
+    forked_children   the children that a connected process forks, without a client of Ray
+    directory         the directory actor of a group
+    directory_client  a member's side of it: ``RayDirectory``
+    host_monitor      finds the hosts that do not answer, for the directory
+    endpoint          addresses, the wire form, the endpoint of a hosted worker
+    relay             the relay actor: the endpoint of an attached process
+    relay_client      an attached process's side of its relay: polls, serves, sends results
+    transport         ``RayTransport``: calls peers' endpoints, serves this worker's own
+    ray_errors        Ray's errors as errors of rayrpc
 
     caller ──handle(wire)──> endpoint of the callee ──> callee
     caller <──────────── its return value, or a later deliver(call_id, wire)

@@ -16,7 +16,9 @@ import fcntl
 import hashlib
 import logging
 import os
+import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
@@ -34,12 +37,11 @@ __all__ = ["connect", "through_client"]
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0
+START_SECONDS = 120.0  # a busy machine takes many times what a quiet one does
 CONNECT_RETRY_SECONDS = 0.02
 
 # Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
-_connected_pid: int | None = None
 
 
 def connect(settings: Settings) -> None:
@@ -51,20 +53,16 @@ def connect(settings: Settings) -> None:
     Raises:
         ClusterError: the named cluster cannot be reached, or no local one can be started.
     """
-    global _connected_pid
     logging.getLogger("rayrpc").setLevel(settings.log_level)
-    address = settings.address or os.environ.get("RAY_ADDRESS")
+    address = settings.address or os.environ.get("RAY_ADDRESS") or None
+    forked_children.prepare()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        if _connected_pid not in (None, os.getpid()):
-            raise ClusterError(
-                "this process was forked from one that is connected to Ray, and cannot use that "
-                "connection. Start it with multiprocessing.get_context('spawn'), or before the "
-                "first use of rayrpc."
-            )
         return
     if address in (None, "local"):
         address = _join_local(settings)
-        _use_auth_token()
+        auth_token.enable()
+    else:
+        auth_token.enable_if_needed(address)
     import ray
 
     options: dict[str, Any] = {
@@ -76,14 +74,15 @@ def connect(settings: Settings) -> None:
     }
     if settings.runtime_env:
         options["runtime_env"] = dict(settings.runtime_env)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
+        forked_children.set_sigterm(on_sigterm)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as exc:
         raise ClusterError(
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
-    _connected_pid = os.getpid()
 
 
 def through_client() -> bool:
@@ -93,25 +92,11 @@ def through_client() -> bool:
     return bool(ray.util.client.ray.is_connected())
 
 
-def _use_auth_token() -> None:
-    """Authenticate by the user's token; a local cluster refuses other users' processes."""
-    os.environ["RAY_AUTH_MODE"] = "token"
-    with contextlib.suppress(ImportError):  # a version of Ray without tokens
-        from ray._private.authentication import authentication_token_setup
-
-        # Ray reads the environment when it is imported, which may have been before
-        authentication_token_setup._enable_token_auth()
-
-
 def _join_local(settings: Settings) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
     global _lease
-    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / f"rayrpc-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise ClusterError(
-            f"{folder} belongs to another user; set RAY_TMPDIR to a folder of your own"
-        )
+    folder = _own_folder()
+    auth_token.make_private()
     # programs of another Python environment, and so another Ray, need a cluster of their own
     identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
     if settings.address == "local":
@@ -138,6 +123,24 @@ def _join_local(settings: Settings) -> str:
         raise ClusterError(f"no local Ray cluster could be started: {reason}")
     _lease = lease
     return answer.removeprefix("ready ")
+
+
+def _own_folder() -> Path:
+    """Return the user's folder of local clusters, which nobody else can enter."""
+    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = parent / f"rayrpc-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()  # not of what a link of another user points to
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise ClusterError(
+            f"{folder} is no folder of user {os.getuid()}; remove it, or set RAY_TMPDIR to a "
+            "folder of your own"
+        )
+    if stat.S_IMODE(found.st_mode) != 0o700:  # by the umask, or an earlier version
+        folder.chmod(0o700)
+    return folder
 
 
 @contextmanager
@@ -167,6 +170,10 @@ def _wait_for_lease(path: Path, seconds: float) -> socket.socket | None:
     return None
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _start_local_cluster(path: Path, log: Path, settings: Settings) -> None:
     command = [
         sys.executable,
@@ -177,12 +184,13 @@ def _start_local_cluster(path: Path, log: Path, settings: Settings) -> None:
         str(settings.local_num_cpus or 0),
         str(int(settings.dashboard)),
     ]
-    environ = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    not_sent = ("RAY_ADDRESS", "RAYRPC_INTERNAL_SHIM")  # it outlives this program
+    environ = {k: v for k, v in os.environ.items() if k not in not_sent}
     environ["RAY_AUTH_MODE"] = "token"
     # at Ray's own 15, workers of a program starve beside whatever else its user runs
     environ.setdefault("RAY_worker_niceness", "0")
     environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    with log.open("w") as output:
+    with open(log, "w", opener=_open_private) as output:
         # a session of its own, so that Ctrl-C in the terminal does not end it
         subprocess.Popen(
             command,

@@ -4,7 +4,11 @@
     member ──poll(version)──> directory   returns when the membership changes
 
 The directory keeps a call of ``watch`` open on every member's endpoint, which Ray fails within
-milliseconds of a death; it then answers the poll that each member keeps open.
+milliseconds of a death; it then answers the poll that each member keeps open.  Hosts that do not
+answer it finds by ``host_monitor``.
+
+Ray starts it again when it dies.  It has then forgotten its group, and rebuilds it from its
+members: the answer to their next poll tells them so, and they call ``restore``.
 
 The first member to need the directory creates it.  It is detached, so that no member's death ends
 it, and ends itself when its group has been empty for a while:
@@ -18,25 +22,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
-from rayrpc._concurrency.deadlines import Deadline
-from rayrpc._protocol.membership import Admitted, Change, Decision, Group, Member, Snapshot
-from rayrpc._protocol.transport import Directory
+from rayrpc._protocol.group import Group
+from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Snapshot
+from rayrpc._protocol.rebuild import Rebuild, Report
+from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
-from rayrpc.errors import GroupError
 
-__all__ = ["DirectoryActor", "RayDirectory"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["DirectoryActor", "POLLS", "Restored", "WANTS_MEMBERS"]
 
 # How long a directory without members stays, and how often it looks.
 LINGER_SECONDS = 1.0
@@ -44,15 +43,37 @@ LINGER_AFTER_DEATH_SECONDS = 5.0  # members that join late learn what kind of gr
 LINGER_AT_FIRST_SECONDS = 30.0  # the member that created it has not joined yet
 LINGER_POLL_SECONDS = 0.25
 
+# After so long without a join, the ranks that programs have started are taken to be all; and what
+# a process that is a rank itself has started is taken to be no ranks.
+QUIET_SECONDS = 3.0
+STARTER_SECONDS = 20.0
+
 # How long a join to a dynamic group waits until the other members have applied it.
 APPLIED_SECONDS = 5.0
 
-# Pauses before another attempt.
-WATCH_RETRY_SECONDS = 0.2
-CALL_RETRY_SECONDS = 0.05
+# How long a directory that was restarted waits for reports; it takes no joins meanwhile.
+REBUILD_SECONDS = 5.0
 
-# How long a member waits for a directory that need not wait for other members.
-ANSWER_SECONDS = 10.0
+# The answer to a report whose members are not known.
+WANTS_MEMBERS = "which members are there?"
+
+# Pause before an endpoint is watched again.
+WATCH_RETRY_SECONDS = 0.2
+
+# How often a poll is answered without changes, for each peer_timeout.
+POLLS = 5
+
+
+class Restored(NamedTuple):
+    """The answer to a member that has reported.
+
+    Args:
+        version (int): of its session.
+        changes (list[Change]): that lead there.
+    """
+
+    version: int
+    changes: list[Change]
 
 
 class DirectoryActor:
@@ -60,24 +81,40 @@ class DirectoryActor:
 
     Args:
         key (str): names the group.
+        peer_timeout (float): after so many seconds of silence a host's members are lost.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, peer_timeout: float) -> None:
         self._group = Group(key)
+        self._peer_timeout = peer_timeout
         self._secret = os.urandom(32)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}  # undecided, by token
         self._decided: dict[str, asyncio.Event] = {}  # by token, while a relay waits for it
         self._applied: dict[str, int] = {}  # by token: the version that the member has applied
+        self._raylets: dict[str, int] = {}  # their ports, by host
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps none alive
+        self._expelled: dict[str, str] = {}  # why members were declared lost, by token
         self._any_died = False
+        self._count_joins = 0  # that were not decided at once
+        self._known: set[str] = set()  # tokens of those that this process has admitted or restored
+        self._watched: set[str] = set()  # by token
+        self._rebuild = Rebuild(key)
+        self._is_built = asyncio.Event()
+        self._was_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        if self._was_restarted:
+            self._start(self._build())
+        else:
+            self._is_built.set()
         self._start(self._end_when_empty())
+        self._start(self._watch_hosts())
 
     def __repr__(self) -> str:
         return f"rayrpc.Directory({self._group.key})"
 
-    async def ready(self) -> None:
-        """Return once this actor runs."""
+    async def ready(self) -> str:
+        """Return the address of this actor's host, once it runs."""
+        return str(ray.util.get_node_ip_address())
 
     async def join(self, member: Member) -> Snapshot | str:
         """Decide on a join.
@@ -85,10 +122,19 @@ class DirectoryActor:
         Returns:
             The snapshot, once the member is admitted and the others know it; or why it is refused.
         """
+        await self._is_built.wait()
+        self._known.add(member.token)
+        session = self._group.find(member.token)
+        if session is not None:  # it was admitted, but has not received the answer
+            me = session.members[member.token]
+            members = list(session.members.values())
+            return Snapshot(session.number, me, members, session.version, self._secret)
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
         self._start(self._watch(member))
-        _, decisions = self._group.join(member)
-        await self._settle(decisions)
+        await self._learn_raylets(member.node)
+        await self._settle(self._group.join(member))
+        if member.token in self._group.pending:
+            self._start(self._combine_when_quiet())
         snapshot: Snapshot | str = await answer
         if isinstance(snapshot, str):
             return snapshot
@@ -96,24 +142,62 @@ class DirectoryActor:
             await self._wait_applied(member.token, snapshot.version)
         return snapshot._replace(secret=self._secret)
 
+    async def restore(self, report: Report, members: list[Member] | None = None) -> Restored | str:
+        """Take a report of a member that this process does not know.
+
+        Args:
+            report: of the member.
+            members: all that it knows.
+
+        Returns:
+            What it does not know; or WANTS_MEMBERS; or why it is no member any more.
+        """
+        if not self._rebuild.add(report, members):
+            return WANTS_MEMBERS
+        member = report.member
+        async with self._changed:
+            self._changed.notify_all()
+        await self._is_built.wait()
+        answer = None if member.token in self._expelled else self._rebuild.answer(report)
+        self._known.add(member.token)
+        async with self._changed:
+            self._changed.notify_all()
+        if answer is None:
+            unknown = "the group lost it before its directory was restarted"
+            return self._expelled.get(member.token, unknown)
+        self._start(self._watch(member))
+        await self._learn_raylets(member.node)
+        return Restored(*answer)
+
     async def decided(self, token: str) -> None:
         """Return when the member is admitted or refused, or was removed."""
         event = self._decided.setdefault(token, asyncio.Event())
         await event.wait()
         self._decided.pop(token, None)
 
-    async def withdraw(self, token: str) -> list[int]:
-        """Cancel a join that took too long; return the ranks that are missing."""
-        session = self._group.find(token)
-        missing = session.missing() if session is not None else []
+    async def withdraw(self, token: str) -> tuple[list[int], str]:
+        """Cancel a join that took too long.
+
+        Returns:
+            The ranks that are missing, and who uses the key beside the program of this one.
+        """
+        member = self._group.pending.get(token)
+        answer = self._group.missing(token), self._group.other_users(member) if member else ""
         await self._remove(token, "left")
-        return missing
+        return answer
 
     async def leave(self, token: str) -> None:
         """Remove a member that leaves."""
+        await self._is_built.wait()
+        self._known.add(token)
         await self._remove(token, "left")
 
-    async def poll(self, token: str, version: int) -> list[Change] | None:
+    async def expel(self, token: str, cause: str) -> None:
+        """Declare a member lost."""
+        await self._is_built.wait()
+        await self._remove(token, "died", cause)
+
+    async def poll(self, token: str, version: int) -> list[Change] | str | None:
         """Wait for changes.
 
         Args:
@@ -121,20 +205,35 @@ class DirectoryActor:
             version: the last one that the member has applied.
 
         Returns:
-            The changes after ``version``; None if it is no member any more.
+            The changes after ``version``, none after a part of ``peer_timeout``: the answer tells
+            that the directory is there.  A text, why it is no member any more.  None: this process
+            does not know it (``restore``).
         """
+        if self._was_restarted and token not in self._known:
+            return None
         session = self._group.find(token)
         self._applied[token] = version
+        seconds = self._peer_timeout / POLLS
         async with self._changed:
             self._changed.notify_all()
-            while session is not None and token in session.members:
-                if session.version > version:
-                    return session.since(version)
-                await self._changed.wait()
-        return None
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(
+                    self._changed.wait_for(
+                        lambda: (
+                            session is None
+                            or token not in session.members
+                            or session.version > version
+                        )
+                    ),
+                    seconds,
+                )
+            if session is not None and token in session.members:
+                return session.since(version)
+        return self._expelled.get(token, "it has left")
 
     async def members(self, token: str) -> list[Member]:
         """Return the members of this member's session."""
+        await self._wait_known(token)
         session = self._group.find(token)
         return list(session.members.values()) if session is not None else []
 
@@ -144,6 +243,7 @@ class DirectoryActor:
         Returns:
             The members' payloads by name, once all members that did not leave or die reached it.
         """
+        await self._wait_known(token)
         session = self._group.find(token)
         if session is None:
             return {}
@@ -166,6 +266,25 @@ class DirectoryActor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _wait_known(self, token: str) -> None:
+        """Wait until a member has been admitted, restored or declared lost by this process."""
+        if self._was_restarted:
+            async with self._changed:
+                await self._changed.wait_for(lambda: token in self._known)
+
+    async def _build(self) -> None:
+        """Rebuild the group from its members."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with self._changed:
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: self._rebuild.is_complete), REBUILD_SECONDS
+                )
+        self._group = self._rebuild.build()
+        self._secret = self._rebuild.secret or self._secret
+        for member in self._group.everyone():
+            self._start(self._watch(member))
+        self._is_built.set()
+
     async def _settle(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             self._set_decided(decision.token)
@@ -175,6 +294,16 @@ class DirectoryActor:
                 answer.set_result(decision.snapshot if admitted else decision.reason)  # type: ignore[union-attr]
         async with self._changed:
             self._changed.notify_all()
+
+    async def _combine_when_quiet(self) -> None:
+        self._count_joins += 1
+        count = self._count_joins
+        await asyncio.sleep(QUIET_SECONDS)
+        if count == self._count_joins:
+            await self._settle(self._group.combine())
+        await asyncio.sleep(STARTER_SECONDS - QUIET_SECONDS)
+        if count == self._count_joins:
+            await self._settle(self._group.combine(starters=True))
 
     async def _wait_applied(self, token: str, version: int) -> None:
         """Wait until every other member has applied ``version``, but not for a stuck one."""
@@ -190,6 +319,9 @@ class DirectoryActor:
 
     async def _watch(self, member: Member) -> None:
         """Remove a member when it leaves or dies."""
+        if member.token in self._watched:
+            return
+        self._watched.add(member.token)
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -197,7 +329,7 @@ class DirectoryActor:
                 await actor.watch.remote(member.token)
                 kind, cause = "left", ""
             except ValueError:
-                kind, cause = "died", "it died while it joined"
+                kind, cause = "died", "it has ended"
             except ActorUnavailableError:
                 await asyncio.sleep(WATCH_RETRY_SECONDS)  # a broken connection, not a death
                 continue
@@ -206,25 +338,47 @@ class DirectoryActor:
             break
         await self._remove(member.token, kind, cause)
 
+    async def _learn_raylets(self, host: str) -> None:
+        """Have the port of a host's raylet at hand: once it is silent, Ray may not tell it."""
+        if host not in self._raylets:
+            with contextlib.suppress(RayError):
+                loop = asyncio.get_running_loop()
+                self._raylets |= await loop.run_in_executor(None, raylets)
+
+    async def _watch_hosts(self) -> None:
+        """Remove the members on hosts that do not answer."""
+        here = ray.util.get_node_ip_address()
+        monitor = HostMonitor(self._peer_timeout, self._raylets.get)
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            members = [each for each in self._group.everyone() if each.node != here]
+            hosts = {member.node for member in members}
+            for host, seconds in (await monitor.ask(hosts)).items():
+                cause = f"its host {host} has not answered for {seconds:.0f} s"
+                for member in members:
+                    if member.node == host:
+                        await self._remove(member.token, "died", cause)
+
     def _set_decided(self, token: str) -> None:
         if token in self._decided:
             self._decided[token].set()
 
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
-        session = self._group.find(token)
-        if session is not None and session.remove(token, kind, cause) and kind == "died":
+        if self._group.remove(token, kind, cause) and kind == "died":
             self._any_died = True
+            self._expelled[token] = cause
         self._set_decided(token)
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")
         self._applied.pop(token, None)
+        self._watched.discard(token)
         async with self._changed:
             self._changed.notify_all()
 
     def _linger_seconds(self) -> float:
         """Return how many seconds to stay without members."""
-        if self._group.was_static is None:
+        if self._group.is_new:
             return LINGER_AT_FIRST_SECONDS
         return LINGER_AFTER_DEATH_SECONDS if self._any_died else LINGER_SECONDS
 
@@ -239,141 +393,3 @@ class DirectoryActor:
             elif time.monotonic() - empty_since > self._linger_seconds():
                 ray.kill(ray.get_runtime_context().current_actor)
                 return
-
-
-class RayDirectory(Directory):
-    """Call the directory of a group from one of its members.
-
-    Args:
-        key (str): names the group.
-        namespace (str): Ray namespace of the directory's name.
-    """
-
-    def __init__(self, key: str, namespace: str) -> None:
-        self._key = key
-        self._namespace = namespace
-        self._worker = ""
-        self._token = ""
-        self._closed = False
-        self._actor: Any = None
-
-    def _find_or_create(self) -> Any:
-        directory: Any = ray.remote(DirectoryActor)
-        return directory.options(
-            name=f"rayrpc-directory:{self._key}",
-            namespace=self._namespace,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=100_000,
-        ).remote(self._key)
-
-    def reach(self, timeout: float) -> None:
-        """Wait until the directory runs; create it if there is none.
-
-        Args:
-            timeout: in seconds.
-
-        Raises:
-            GroupError: it does not run in time.
-        """
-        try:
-            self._call(lambda actor: actor.ready.remote(), timeout)
-        except GetTimeoutError:
-            raise GroupError(
-                f"the directory of RPC group {self._key!r} did not start in {timeout:g} s. Check "
-                "with `ray list actors` whether the Ray cluster is out of memory or of processes."
-            ) from None
-
-    def decided(self, token: str) -> Any:
-        """Return an ObjectRef that is ready when the directory has decided on a join."""
-        return self._actor.decided.remote(token)
-
-    def join(self, member: Member, timeout: float) -> Snapshot:
-        self._worker = member.name
-        try:
-            answer = self._call(lambda actor: actor.join.remote(member), timeout)
-        except GetTimeoutError:
-            raise self._incomplete(member, timeout) from None
-        if isinstance(answer, str):
-            raise GroupError(answer)
-        self._token = member.token
-        return answer  # type: ignore[no-any-return]
-
-    def _call(self, call: Callable[[Any], Any], timeout: float) -> Any:
-        deadline = Deadline(timeout)
-        while True:
-            self._actor = self._find_or_create()
-            try:
-                return ray.get(call(self._actor), timeout=deadline.remaining())
-            except RayActorError as exc:
-                # the directory of an earlier run may have ended itself just now
-                if deadline.expired:
-                    raise GroupError(
-                        f"the directory of RPC group {self._key!r} cannot be reached: "
-                        f"{cause_of(exc)}. Check with `ray status` that the Ray cluster runs."
-                    ) from exc
-                time.sleep(CALL_RETRY_SECONDS)
-
-    def _incomplete(self, member: Member, timeout: float) -> GroupError:
-        missing = ray.get(self._actor.withdraw.remote(member.token), timeout=ANSWER_SECONDS)
-        ranks = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
-        return GroupError(
-            f"RPC worker {member.name!r} waited {timeout:g} s for group {self._key!r} to be "
-            f"complete: of world_size {member.world_size}, {ranks} missing. Start the missing "
-            "workers with the same MASTER_ADDR and MASTER_PORT (or init_method) and on the same "
-            "Ray cluster, or raise init_timeout."
-        )
-
-    def follow(self, version: int, apply: Callable[[list[Change]], None]) -> None:
-        def run() -> None:
-            applied = version
-            while not self._closed:
-                try:
-                    changes = ray.get(self._actor.poll.remote(self._token, applied))
-                except Exception as exc:
-                    if not self._closed:
-                        logger.warning(
-                            "RPC worker %r lost the directory of group %r (%s): it does not "
-                            "learn any more who joins, leaves or dies",
-                            self._worker,
-                            self._key,
-                            cause_of(exc),
-                        )
-                    return
-                if changes is None:
-                    return
-                apply(changes)
-                applied = changes[-1].version
-
-        threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
-
-    def members(self) -> list[Member]:
-        return ray.get(self._actor.members.remote(self._token))  # type: ignore[no-any-return]
-
-    def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
-        ref = self._actor.sync.remote(tag, self._token, payload)
-        try:
-            return ray.get(ref, timeout=timeout)  # type: ignore[no-any-return]
-        except GetTimeoutError:
-            absent = self._actor.absent.remote(tag, self._token)
-            names = ", ".join(ray.get(absent, timeout=ANSWER_SECONDS))
-            raise GroupError(
-                f"RPC worker {self._worker!r} waited {timeout:g} s at {tag!r} for workers that "
-                f"did not reach it: {names}. They are alive but busy or blocked; call shutdown() "
-                "on every worker."
-            ) from None
-        except RayActorError as exc:
-            raise GroupError(
-                f"RPC worker {self._worker!r} waited at {tag!r}, but the directory of group "
-                f"{self._key!r} has died: {cause_of(exc)}. Restart the run."
-            ) from exc
-
-    def leave(self) -> None:
-        if not ray.is_initialized():  # then the directory saw the end of this process's connection
-            return
-        with contextlib.suppress(RayError):
-            ray.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
-
-    def close(self) -> None:
-        self._closed = True

@@ -29,10 +29,11 @@ import threading
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-import ray
 from ray.exceptions import RayError
 
 from rayrpc._protocol.messages import Frame, flat
+from rayrpc._transports.ray import ray_api
+from rayrpc._transports.serving import ServingThreads
 from rayrpc.errors import CallError
 
 __all__ = [
@@ -75,7 +76,7 @@ class Address(NamedTuple):
     def find(self) -> Any:
         """Return a handle of the actor endpoint; ValueError if it has ended."""
         try:
-            return ray.get_actor(self.actor, namespace=self.namespace)
+            return ray_api.get_actor(self.actor, namespace=self.namespace)
         except (AssertionError, RayError) as exc:  # it was just ending
             raise ValueError(str(exc)) from exc
 
@@ -177,7 +178,7 @@ class HostedEndpoint:
         self.name = name
         self.watch = LivenessWatch()
         self._threads = threads
-        self._busy = 0
+        self._serving = ServingThreads()
         self._lock = threading.Lock()
         self._state = EndpointState.NEW
         self._decided = threading.Event()  # set in SERVING and DETACHED
@@ -221,14 +222,19 @@ class HostedEndpoint:
         server = self._server
         if server is None:
             raise CallError("RPC is not running in this process (any more)")
-        with self._lock:
-            self._busy += 1
-            may_block = self._busy < self._threads
+        self._serving.begin()
         try:
-            return server.answer(wire, may_block)
+            return server.answer(wire, may_block=len(self._serving) < self._threads)
         finally:
-            with self._lock:
-                self._busy -= 1
+            self._serving.end()
+
+    def flush_replies(self, timeout: float) -> None:
+        """Wait until the calls that other threads serve are replied to.
+
+        Args:
+            timeout: in seconds.
+        """
+        self._serving.wait_for_others(timeout)
 
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Take the late reply to a call of this worker."""

@@ -13,8 +13,10 @@ __all__ = ["cause_of", "translate"]
 
 
 def cause_of(error: BaseException) -> str:
-    """Return Ray's reason for the death of an actor, in one line."""
+    """Return why Ray lost an actor or a reply, in one line."""
     text = " ".join(_plain(error).split())
+    if "Ray has not been started" in text:
+        return "Ray was shut down in this process; call rpc.shutdown() before ray.shutdown()"
     if "owner has died" in text:
         return "its process died, or exited without shutdown()"
     if "ray.kill" in text:

@@ -9,6 +9,8 @@ back:
 A call is HELD (the relay's thread waits for the result, and returns it) while threads are free,
 and else DEFERRED (the callee calls the caller's ``deliver``).
 
+An exchange whose connection breaks is repeated under its number, and returns the same frames.
+
 At most two exchanges are open: while one thread of the process runs the calls that its exchange
 returned, the exchange of another waits in the relay for the next calls.
 
@@ -47,6 +49,16 @@ class _HeldCall:
         self.wire: Wire = None
 
 
+class _Exchange:
+    """An exchange, which may be repeated."""
+
+    __slots__ = ("items", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.items: list[tuple[str, int | None, Wire]] | None = None  # once it has returned
+
+
 class Relay:
     """Receive the calls for a process that is no actor.
 
@@ -63,6 +75,7 @@ class Relay:
         self._incoming: queue.SimpleQueue[tuple[str, int | None, Wire]] = queue.SimpleQueue()
         self._held: dict[int, _HeldCall] = {}
         self._count = 0  # held calls so far
+        self._exchanges: dict[int, _Exchange] = {}  # not known to have arrived; by number
         self._busy = 0  # held calls now
         self._lock = threading.Lock()
         self._watch = LivenessWatch()
@@ -97,17 +110,29 @@ class Relay:
         self._incoming.put(("reply", call_id, passed_on(wire, self._plain)))
 
     @ray.method(concurrency_group="poll")
-    def exchange(self, results: list[tuple[int, Wire]]) -> list[tuple[str, int | None, Wire]]:
+    def exchange(
+        self, number: int, arrived: list[int], results: list[tuple[int, Wire]]
+    ) -> list[tuple[str, int | None, Wire]]:
         """Take results of the process; wait for frames for it.
 
         Args:
+            number: of the exchange; the same if it is repeated.
+            arrived: numbers of exchanges whose frames have arrived.
             results: replies by the number of the held call.
 
         Returns:
             Per frame: "call" and the number of the held call (None: deferred), or "reply" and the
             id of the process's own call; and the frame.
         """
+        self._forget(arrived)
+        exchange = self._exchanges.setdefault(number, _Exchange())
         self._complete(results)
+        with exchange.lock:
+            if exchange.items is None:
+                exchange.items = self._take()
+            return exchange.items
+
+    def _take(self) -> list[tuple[str, int | None, Wire]]:
         items = [self._incoming.get()]
         while len(items) < MAX_ITEMS:
             try:
@@ -115,6 +140,11 @@ class Relay:
             except queue.Empty:
                 break
         return items
+
+    @ray.method(concurrency_group="system")
+    def note_arrived(self, numbers: list[int]) -> None:
+        """Forget the frames of exchanges: they have arrived."""
+        self._forget(numbers)
 
     @ray.method(concurrency_group="system")
     def give(self, results: list[tuple[int, Wire]]) -> None:
@@ -133,6 +163,10 @@ class Relay:
     def watch(self, token: str) -> None:
         """Block until the worker leaves; fail if it dies."""
         self._watch.wait(token)
+
+    def _forget(self, exchanges: list[int]) -> None:
+        for number in exchanges:
+            self._exchanges.pop(number, None)
 
     def _complete(self, results: list[tuple[int, Wire]]) -> None:
         for number, wire in results:

@@ -8,6 +8,8 @@ Each thread that polls is in one of two states:
 A thread serves the last frame of an exchange itself, and takes its result along with its next
 exchange.  If no thread exchanges while it serves, it starts another, so that the relay never waits.
 
+Each exchange has a number, under which it is repeated if its connection breaks.
+
 Results that no exchange takes along are sent by one thread at a time:
 
     IDLE ── add ──> SENDING ── add ──> SENDING ── the queue is empty ──> IDLE
@@ -17,24 +19,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Serve, served
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.endpoint import Wire, from_wire, to_wire
+from rayrpc._transports.serving import ServingThreads
 
 __all__ = ["PollSchedule", "RelayClient", "ResultQueue"]
 
 logger = logging.getLogger(__name__)
 
 MAX_EXCHANGES = 2
+
+# Pause before an exchange is repeated.
+RETRY_SECONDS = 0.05
 
 #: the number of a held call, and its reply
 Result = tuple[int, Wire]
@@ -119,6 +128,8 @@ class RelayClient:
         self._serve: Serve | None = None
         self._schedule = PollSchedule()
         self._results = ResultQueue()
+        self._serving = ServingThreads()
+        self._next_number = itertools.count(1).__next__  # of exchanges
         self._has_polled = False
         self._closed = False
 
@@ -126,6 +137,14 @@ class RelayClient:
         """Serve calls from now on."""
         self._serve = serve
         self._start_poller()
+
+    def flush_replies(self, timeout: float) -> None:
+        """Wait until the calls that other threads serve are replied to.
+
+        Args:
+            timeout: in seconds.
+        """
+        self._serving.wait_for_others(timeout)
 
     def close(self, token: str, timeout: float) -> None:
         """Stop polling, and end the relay.
@@ -137,7 +156,7 @@ class RelayClient:
         self._closed = True
         if self._has_polled:  # else no peer waits for a reply; the relay may not run yet
             with contextlib.suppress(RayError):
-                ray.get(self._relay.close.remote(token, timeout))
+                ray_api.get(self._relay.close.remote(token, timeout))
         ray.kill(self._relay)
 
     # -- polling ------------------------------------------------------------------------------
@@ -148,10 +167,14 @@ class RelayClient:
 
     def _poll(self) -> None:
         results: list[Result] = []
+        arrived: list[int] = []
         while not self._closed:
-            items = self._exchange(results)
+            number = self._next_number()
+            items = self._exchange(number, arrived, results)
             if items is None:
                 return
+            arrived = [number]
+            self._serving.begin()  # until the results are sent
             self._has_polled = True
             if self._schedule.end() and not self._closed:
                 self._start_poller()
@@ -159,15 +182,29 @@ class RelayClient:
             if not self._schedule.begin():
                 for result in results:
                     self._send_result(result)
+                self._relay.note_arrived.remote(arrived)
+                self._serving.end()
                 return
             results += self._results.take()
 
-    def _exchange(self, results: list[Result]) -> list[tuple[str, int | None, Wire]] | None:
-        """Send results and wait for frames; return None if there will be none."""
+    def _exchange(
+        self, number: int, arrived: list[int], results: list[Result]
+    ) -> list[tuple[str, int | None, Wire]] | None:
+        """Send results and wait for frames; return None if there will be none.
+
+        Args:
+            number: of this exchange.
+            arrived: number of this thread's last one, if there was one.
+            results: to send.
+        """
+
+        def exchange() -> Any:
+            ref = self._relay.exchange.remote(number, arrived, results)
+            self._serving.end()
+            return ref
+
         try:
-            items: list[tuple[str, int | None, Wire]] = ray.get(
-                self._relay.exchange.remote(results)
-            )
+            items: list[tuple[str, int | None, Wire]] = self._ask(exchange)
             return items
         except RayActorError:
             if not self._closed:
@@ -180,6 +217,20 @@ class RelayClient:
                 raise
         return None
 
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Return the relay's answer; repeat the call while the connection breaks.
+
+        Args:
+            call: calls the relay; returns an ObjectRef.
+        """
+        while True:
+            try:
+                return ray_api.get(call())
+            except ActorUnavailableError:
+                if self._closed:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
     # -- serving ------------------------------------------------------------------------------
 
     def _serve_all(self, items: list[tuple[str, int | None, Wire]]) -> list[Result]:
@@ -191,10 +242,17 @@ class RelayClient:
                 assert number is not None
                 self._on_reply(number, wire)
             elif position < last:
-                self._threads.submit(functools.partial(self._serve_one, number, wire, None))
+                self._threads.submit(functools.partial(self._serve_and_send, number, wire))
             else:
                 self._serve_one(number, wire, results)
         return results
+
+    def _serve_and_send(self, number: int | None, wire: Wire) -> None:
+        self._serving.begin()
+        try:
+            self._serve_one(number, wire, None)
+        finally:
+            self._serving.end()
 
     def _serve_one(self, number: int | None, wire: Wire, results: list[Result] | None) -> None:
         """Serve a frame; append its result to ``results`` for the next exchange, or send it."""
@@ -224,4 +282,4 @@ class RelayClient:
     def _send_results(self) -> None:
         while not self._closed and (results := self._results.take_to_send()):
             with contextlib.suppress(RayError):  # the relay has ended, and the calls with it
-                ray.get(self._relay.give.remote(results))
+                self._ask(functools.partial(self._relay.give.remote, results))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Pending, PendingReply, Serve, Transport, served
 from rayrpc._transports.expected_replies import ExpectedReplies
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.endpoint import (
     DEFERRED,
@@ -66,7 +68,7 @@ class _RayPending(Pending):
             return self._reply.wait(timeout)
         start = time.monotonic()
         try:
-            wire = ray.get(self._ref, timeout=timeout)
+            wire = ray_api.get(self._ref, timeout=timeout)
         except GetTimeoutError:
             raise TimeoutError from None
         except RayError as exc:
@@ -113,6 +115,8 @@ class RayTransport(Transport):
         self._replies = ExpectedReplies(lambda worker_id: self._find(worker_id))
         self._threads = ThreadCache("rayrpc-ray", soft_limit=32)
         self._handles: dict[str, Any] = {}  # of peers' endpoints, by token
+        self._searches: dict[str, list[tuple[Frame, PendingReply]]] = {}  # what waits for handles
+        self._lock = threading.Lock()
         self._plain = through_client()
         endpoint = hosted_endpoint()
         self._hosted = endpoint and endpoint.reserve()
@@ -164,12 +168,43 @@ class RayTransport(Transport):
             self._relay.start(serve)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
+        if peer.token in self._handles:
+            return self._send(peer, frame)
+        frame.keep_buffers()  # it is sent later
+        found = PendingReply()
+        with self._lock:
+            waiting = self._searches.get(peer.token)
+            if waiting is None:
+                waiting = self._searches[peer.token] = []
+                self._threads.submit(lambda: self._search(peer))
+            waiting.append((frame, found))
+        return found
+
+    def _search(self, peer: Member) -> None:
+        """Find a peer's endpoint, which takes minutes where Ray cannot be reached; then call it."""
+        outcome: Error | None = None
+        try:
+            self._handle(peer)
+        except Exception as exc:
+            outcome = Error(_translated(peer, exc))
+        while True:
+            with self._lock:
+                waiting = self._searches[peer.token]
+                if not waiting:
+                    del self._searches[peer.token]
+                    return
+                frame, found = waiting.pop(0)
+            if outcome is not None:
+                found.complete(outcome)
+            else:
+                found.follow(self._send(peer, frame))
+
+    def _send(self, peer: Member, frame: Frame) -> Pending:
         try:
             ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
-        except (RayError, WorkerDiedError) as exc:
-            error = exc if isinstance(exc, WorkerDiedError) else translate(peer, exc)
+        except Exception as exc:
             pending = PendingReply()
-            pending.complete(Error(error))
+            pending.complete(Error(_translated(peer, exc)))
             return pending
         return _RayPending(self, peer, frame.call_id, ref)
 
@@ -186,6 +221,12 @@ class RayTransport(Transport):
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         self._handles.pop(peer.token, None)
         self._replies.fail(error, token=peer.token)
+
+    def flush_replies(self, timeout: float) -> None:
+        if self._hosted is not None:
+            self._hosted.flush_replies(timeout)
+        elif ray.is_initialized():
+            self._relay.flush_replies(timeout)
 
     def close(self) -> None:
         if self._closed:
@@ -232,3 +273,7 @@ class RayTransport(Transport):
             reply.on_done(lambda late: self._threads.submit(lambda: self.send_reply(frame, late)))
             return DEFERRED
         return to_wire(reply, plain=isinstance(wire, tuple))
+
+
+def _translated(peer: Member, error: Exception) -> Exception:
+    return translate(peer, error) if isinstance(error, RayError) else error

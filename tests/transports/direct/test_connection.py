@@ -2,7 +2,10 @@
 and broken connections."""
 
 import contextlib
+import itertools
+import logging
 import os
+import queue
 import random
 import signal
 import socket
@@ -15,103 +18,18 @@ from typing import Any
 
 import pytest
 from conftest import eventually
+from direct_ends import TOKEN, WAIT_SECONDS, Callee, Owner, dial, frame
 
 from rayrpc._concurrency import reader
 from rayrpc._concurrency.outcome import Value
-from rayrpc._concurrency.reader import ReaderWatchdog, release_reader
+from rayrpc._concurrency.reader import ReaderRole, ReaderWatchdog, release_reader
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._protocol.transport import Deferred, PendingReply
+from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
 from rayrpc._transports.direct.connection import CallerConnection
-from rayrpc._transports.direct.server import DirectServer
-from rayrpc._transports.direct.wire import prepare
-from rayrpc.errors import CallLostError
-
-SECRET = b"s" * 32
-TOKEN = f"callee-{os.getpid()}"  # names a socket of this host
-WAIT_SECONDS = 60.0
-
-
-def frame(call_id, data=b"", buffers=()):
-    return Frame(Kind.CALL, 0, 0, call_id, data=data, buffers=list(buffers))
-
-
-class Callee:
-    """Serves connections; what it answers can be set."""
-
-    def __init__(self):
-        self.threads = ThreadCache("callee", soft_limit=1000, idle_seconds=0.2)
-        self.watchdog = ReaderWatchdog()
-        self.server = DirectServer(TOKEN, "127.0.0.1", self.threads, self.watchdog)
-        self.answer = lambda frame: frame.data
-        self.server.start(SECRET, self.serve, lambda frame, reply: False)
-
-    def serve(self, frame, may_block=True):
-        data = self.answer(frame)
-        if isinstance(data, Deferred):
-            return data
-        return Frame(Kind.VALUE, 0, 1, frame.call_id, data=data, buffers=frame.buffers)
-
-    def close(self):
-        self.server.close(0.5)
-        self.watchdog.close()
-        self.threads.close()
-
-
-class Owner:
-    """What a connection needs; connects by UNIX socket or TCP."""
-
-    def __init__(self, callee, family):
-        self.callee = callee
-        self.family = family
-        self.rerouted = []
-        self.lost = []
-        self.connections = []
-
-    def connect(self, peer):
-        connection = dial(self.callee.server, self.family)
-        authenticate(connection, self.callee.server.unix.removeprefix("rayrpc-"))
-        prepare(connection)
-        self.connections.append(connection)
-        return connection
-
-    def reroute(self, peer, request, reason):
-        self.rerouted.append(request)
-        pending = PendingReply()
-        pending.complete(Value(frame(request.call_id, b"rerouted")))
-        return pending
-
-    def on_connection_lost(self, connection, reason):
-        self.lost.append(reason)
-        threading.Timer(0.3, lambda: connection.fail(CallLostError(f"not known: {reason}"))).start()
-
-    def expect_reply(self, call_id, peer):
-        raise AssertionError("nothing is large here")
-
-
-def dial(server, family=socket.AF_UNIX):
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.settimeout(WAIT_SECONDS)
-    address = "\0" + server.unix if family == socket.AF_UNIX else ("127.0.0.1", server.port)
-    while True:
-        try:
-            connection.connect(address)
-            return connection
-        except BlockingIOError:  # the listener's queue is full
-            time.sleep(0.01)
-
-
-def authenticate(connection, token):
-    handshake = ClientHandshake(SECRET, "caller", token)
-    connection.sendall(handshake.hello)
-    challenge = b""
-    while len(challenge) < CHALLENGE_SIZE:
-        data = connection.recv(CHALLENGE_SIZE - len(challenge))
-        assert data, "refused"
-        challenge += data
-    connection.sendall(handshake.receive(challenge))
+from rayrpc._transports.direct.wire import MessageReader, message_parts
+from rayrpc.errors import CallError, CallLostError
 
 
 @pytest.fixture
@@ -277,6 +195,31 @@ class TestBrokenConnections:
         assert len(connection.owner.lost) == 1 and not connection.owner.rerouted
         assert connection.call(frame(9)) is None
 
+    def test_replies_that_arrived_before_the_loss_of_the_peer_are_read(self, callee, connection):
+        begun, release = threading.Event(), threading.Event()
+
+        def answer(request):
+            if request.data == b"late":
+                release_reader()  # which sends the replies that are held back
+                begun.set()
+                release.wait(WAIT_SECONDS)
+            return request.data
+
+        callee.answer = answer
+        # the reader is busy with a callback while the other replies arrive
+        connection.call(frame(0)).on_done(lambda outcome: time.sleep(0.3))
+        outcomes: list[Any] = []
+        for number in range(1, 40):
+            connection.call(frame(number, b"in time")).on_done(outcomes.append)
+        connection.call(frame(40, b"late")).on_done(outcomes.append)
+        assert begun.wait(WAIT_SECONDS)
+        connection.end(CallError("gone"), WAIT_SECONDS)
+        release.set()
+        *in_time, late = outcomes
+        assert [outcome.value.data for outcome in in_time] == [b"in time"] * 39
+        assert str(late.error) == "gone"
+        assert not connection.owner.lost  # the owner ended it
+
     def test_a_reply_that_cannot_be_sent_ends_the_connection_and_is_logged(
         self, callee, connection, caplog
     ):
@@ -286,6 +229,72 @@ class TestBrokenConnections:
         with pytest.raises(CallLostError):
             bad.wait(WAIT_SECONDS)
         assert "a reply could not be sent" in caplog.text
+
+    def test_an_error_in_a_callback_harms_no_other_call(self, callee, connection, caplog):
+        failed = threading.Event()
+
+        def fail(outcome):
+            failed.set()
+            raise RuntimeError("of the program")
+
+        for number in range(1, 4):
+            failed.clear()
+            connection.call(frame(number, b"x")).on_done(fail)
+            assert failed.wait(WAIT_SECONDS)
+            assert connection.call(frame(10 + number, b"y")).wait(WAIT_SECONDS).data == b"y"
+        assert "of the program" in caplog.text
+        assert not connection.owner.lost
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_malformed_reply_is_an_error_and_ends_the_connection(
+        self, callee, connection, monkeypatch, waits
+    ):
+        connection.call(frame(1, b"x")).wait(WAIT_SECONDS)
+        stream = next(iter(callee.server._connections))._stream
+        send = stream._send_queue.send
+        monkeypatch.setattr(
+            stream._send_queue,
+            "send",
+            lambda number, parts, more=False: send(number, message_parts(number, b"?", []), more),
+        )
+        call = connection.call(frame(2, b"x"))
+        if waits:
+            with pytest.raises(CallLostError):
+                call.wait(WAIT_SECONDS)
+        else:
+            outcomes: Any = queue.SimpleQueue()
+            call.on_done(outcomes.put)
+            assert isinstance(outcomes.get(timeout=WAIT_SECONDS).error, CallLostError)
+        assert "malformed" in connection.owner.lost[0]
+        assert connection.call(frame(3)) is None
+
+    def test_an_unexpected_error_of_a_reader_ends_the_calls(self, callee, connection, monkeypatch):
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
+
+        def fail():
+            raise ArithmeticError("unexpected")
+
+        monkeypatch.setattr(connection._stream, "read", fail)
+        calls = [connection.call(frame(number)) for number in (2, 3)]
+        outcomes: Any = queue.SimpleQueue()
+        calls[1].on_done(outcomes.put)
+        with pytest.raises((CallError, ArithmeticError)):
+            calls[0].wait(WAIT_SECONDS)
+        assert isinstance(outcomes.get(timeout=WAIT_SECONDS).error, CallError)
+        assert "unexpected" in connection.owner.lost[0]
+
+    def test_an_unexpected_error_of_a_callee_ends_the_connection(
+        self, callee, connection, monkeypatch, caplog
+    ):
+        assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
+
+        def fail(self):
+            raise ArithmeticError("unexpected")
+
+        monkeypatch.setattr(ReaderRole, "message_received", fail)
+        with pytest.raises(CallError):
+            connection.call(frame(2, b"x")).wait(WAIT_SECONDS)
+        assert "unexpected" in caplog.text
 
     def test_unsent_calls_are_rerouted(self, callee, connection):
         assert connection.call(frame(1, b"x")).wait(WAIT_SECONDS).data == b"x"
@@ -314,7 +323,7 @@ class TestBrokenConnections:
         owner: Any = Owner(callee, socket.AF_INET)
         go = threading.Event()
 
-        def connect(peer):
+        def connect(peer, is_bulk):
             go.wait(WAIT_SECONDS)
             raise ConnectionRefusedError("nothing listens there")
 
@@ -402,7 +411,7 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
     """The peer is a process of its own, so that it can be stopped."""
     code = (
         "import sys, time; sys.path[:0] = sys.argv[1:]\n"
-        "from test_connection import Callee\n"
+        "from direct_ends import Callee\n"
         "callee = Callee()\n"
         "print(callee.server.unix, callee.server.port, flush=True)\n"
         "time.sleep(100)\n"
@@ -415,7 +424,8 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
     try:
         unix, port = process.stdout.readline().split()
         server = type("Server", (), {"unix": unix, "port": int(port)})
-        owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX)
+        token = unix.removeprefix("rayrpc-")
+        owner = Owner(type("Remote", (), {"server": server}), socket.AF_UNIX, token)
         connection: Any = CallerConnection(
             Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
         )
@@ -433,3 +443,70 @@ def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
         process.wait()
         process.stdout.close()
         threads.close()
+
+
+@pytest.fixture
+def overlaps(monkeypatch):
+    """Uses of a receive buffer by two threads at once; looking ahead takes a while."""
+    found = []
+
+    def watch(use, seconds):
+        def watched(self, *args):
+            if not self.__dict__.setdefault("in_use", threading.Lock()).acquire(blocking=False):
+                found.append(use.__name__)
+            try:
+                time.sleep(seconds)
+                return use(self, *args)
+            finally:
+                with contextlib.suppress(RuntimeError):
+                    self.in_use.release()
+
+        return watched
+
+    monkeypatch.setattr(MessageReader, "read", watch(MessageReader.read, 0))
+    monkeypatch.setattr(MessageReader, "wait", watch(MessageReader.wait, reader.TICK_SECONDS / 2))
+    return found
+
+
+@pytest.mark.usefixtures("quick_switches")
+class TestHandOver:
+    def test_many_hand_overs_lose_no_reply(self, overlaps, callee, connection, caplog):
+        """Functions take about a tick of the watchdog, or less; all ways to call take part."""
+        some = random.Random(3)
+        pauses = [0, 0, 0, 0.0005, reader.TICK_SECONDS, 1.5 * reader.TICK_SECONDS]
+
+        def answer(request):
+            release_reader(briefly=some.random() < 0.8)
+            time.sleep(some.choice(pauses))
+            return request.data
+
+        callee.answer = answer
+        numbers = itertools.count(1).__next__
+        answered, expected = [], []
+
+        def call(kind):
+            for _ in range(300):
+                number = numbers()
+                expected.append(number)
+                data = str(number).encode()
+                pending = connection.call(frame(number, data))
+                if kind == "waits":
+                    assert pending.wait(WAIT_SECONDS).data == data
+                    answered.append(number)
+                else:
+                    pending.on_done(
+                        lambda outcome: answered.append(int(outcome.unwrap().data)),
+                        urgent=kind == "urgent",
+                    )
+
+        kinds = ["waits", "waits", "urgent", "not urgent"]
+        callers = [threading.Thread(target=call, args=(kind,)) for kind in kinds]
+        for each in callers:
+            each.start()
+        for each in callers:
+            each.join(WAIT_SECONDS)
+        assert eventually(lambda: len(answered) == len(expected))
+        assert sorted(answered) == sorted(expected)
+        assert not overlaps
+        assert not connection.owner.lost
+        assert not [r for r in caplog.records if r.levelno >= logging.ERROR]

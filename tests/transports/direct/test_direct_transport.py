@@ -37,7 +37,7 @@ def group_of(names, transport):
 
 @pytest.fixture(scope="class")
 def auto(ray_cluster):
-    with group_of(["alice", "bob", "shut", "victim"], "auto"):
+    with group_of(["alice", "bob", "shut", "victim", "silent"], "auto"):
         yield
 
 
@@ -209,6 +209,20 @@ class TestAuto:
         os.kill(pid, signal.SIGKILL)
         ends.assert_all_died(30, "victim", killed)
 
+    def test_the_end_of_a_process_on_this_node_is_a_death_before_the_directory_reports_it(
+        self, monkeypatch
+    ):
+        agent: Any = rpc._get_current_rpc_agent()
+        handle, held = agent._on_peer_lost, []
+        monkeypatch.setattr(agent, "_on_peer_lost", held.append)
+        try:
+            with pytest.raises(errors.WorkerDiedError, match=r"'silent'.*the peer closed it"):
+                rpc.rpc_sync("silent", targets.kill_me)
+        finally:
+            assert eventually(lambda: "silent" in [change.member.name for change in held])
+            for change in held:
+                handle(change)
+
     @pytest.mark.parametrize("chains", [1, 4])
     def test_nested_calls_go_as_deep_as_there_are_threads(self, chains):
         """16 threads at each of two workers are 32 levels, of one chain or of several."""
@@ -251,7 +265,8 @@ class TestAuto:
 
 @pytest.mark.usefixtures("direct")
 class TestDirect:
-    def test_a_broken_connection_is_not_replaced_by_ray(self, reasons):
+    def test_a_broken_connection_is_not_replaced_by_ray(self, reasons, monkeypatch):
+        monkeypatch.setattr(DIRECT + ".REOPEN_SECONDS", 60.0)
         assert rpc.rpc_sync("carol", targets.whoami) == "carol"
         cut_connection("carol", socket.SHUT_WR)
         try:

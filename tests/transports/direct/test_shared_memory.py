@@ -15,9 +15,9 @@ import pytest
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct import shared_memory
-from rayrpc._transports.direct.shared_memory import MappedSegments, SegmentPool, offsets
+from rayrpc._transports.direct.shared_memory import SegmentPool, offsets
 from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
-from rayrpc._transports.direct.wire import prepare
+from rayrpc._transports.direct.wire import SharedBuffers, prepare, shared_parts
 
 LARGE = 100_000
 WAIT_SECONDS = 60.0
@@ -158,9 +158,22 @@ class TestWhichBuffersAreShared:
 
         pass_message(*ends)
         before = descriptors()
-        monkeypatch.setattr(shared_memory, "_map", refuse)
+        monkeypatch.setattr(shared_memory, "map_memory", refuse)
         assert pass_message(*ends, [b"x" * LARGE]).shared is None
         assert descriptors() == before
+
+    def test_a_segment_that_may_shrink_ends_the_connection(self, ends, monkeypatch):
+        pass_message(*ends)
+        monkeypatch.setattr(shared_memory, "SEALS", 0)  # of the sender alone
+        with pytest.raises(EOFError, match="not sealed"):
+            pass_message(*ends, [b"x" * LARGE])
+
+    def test_buffers_beyond_a_segments_end_end_the_connection(self, ends):
+        near, far = ends
+        beyond = SharedBuffers(pass_message(near, far, [bytes(LARGE)]).shared.segment, (1 << 40,))
+        near._send_queue.send(2, shared_parts(2, frame(2).pack(), beyond))
+        with pytest.raises(EOFError, match="do not fit"):
+            read(far)
 
     def test_a_peer_that_does_not_read_holds_up_no_sender(self, ends):
         near, far = ends
@@ -171,7 +184,7 @@ class TestWhichBuffersAreShared:
 
         sender = threading.Thread(target=send, daemon=True)
         sender.start()
-        sender.join(5)
+        sender.join(60)
         assert not sender.is_alive()
         for number in range(400):
             message = read(far)
@@ -312,12 +325,9 @@ class TestReuse:
         for thread in [*senders, server]:
             thread.join(WAIT_SECONDS)
 
-    def test_segments_hold_no_descriptors_and_are_limited(self, ends, monkeypatch):
+    def test_segments_in_use_are_limited(self, ends, monkeypatch):
         monkeypatch.setattr(shared_memory, "MAX_SEGMENTS", 50)
-        pass_message(*ends)
-        before = descriptors()
         kept = [pass_message(*ends, [b"%5d" % i * LARGE], i) for i in range(60)]
-        assert descriptors() == before
         assert [message.shared is not None for message in kept] == [True] * 50 + [False] * 10
         assert all(bytes(m.buffers[0][:5]) == b"%5d" % i for i, m in enumerate(kept))
 
@@ -356,21 +366,3 @@ class TestTheEnd:
         assert not pool.release(late.number)
         del late
         assert mappings() == before
-
-
-class TestMappedSegments:
-    """The receiver's half, whose notices come from the garbage collector."""
-
-    def test_each_use_of_a_segment_ends_with_one_notice(self):
-        notices = []
-        mapped = MappedSegments(notices.append)
-        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, shared_memory.MIN_SEGMENT_BYTES)
-        mapped.map(7, descriptor, shared_memory.MIN_SEGMENT_BYTES)
-        for use in range(3):
-            first, second = mapped.buffers(7, [10, 20])
-            part = second[3:4]
-            del first, second
-            assert notices == [7] * use
-            del part
-            assert notices == [7] * (use + 1)

@@ -1,7 +1,10 @@
 """Messages on a stream, and proofs of membership; on socket pairs, without Ray."""
 
+import contextlib
+import itertools
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -72,6 +75,94 @@ def messages():
         yield frame(call_id, os.urandom(some.choice([0, 1, 500])), map(os.urandom, sizes))
 
 
+class Interrupted(Exception):
+    """Stands in for KeyboardInterrupt."""
+
+
+class TestInterrupts:
+    @pytest.fixture
+    def armed(self):
+        """Raise an exception at the next alarm if something is in this list, and empty it.
+
+        So none is raised while another is handled, nor outside of the test.
+        """
+        armed: list[bool] = []
+
+        def interrupt(number, stack):
+            if armed:
+                armed.clear()
+                raise Interrupted
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        yield armed
+        armed.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+    def test_one_while_reading_loses_no_byte_or_is_known_to(self, armed):
+        """It usually comes while the reader waits; then reading goes on where it was."""
+        some = random.Random(5)
+        deadline = time.monotonic() + 60
+        intact = 0
+        while intact < 500 and time.monotonic() < deadline:
+            intact += self.interrupt_until_it_is_not_intact(armed, some, 500 - intact)
+        assert intact > 0
+
+    def interrupt_until_it_is_not_intact(self, armed, some, at_most):
+        """Read from a new connection; return how many interrupts left its reader intact."""
+
+        def send():
+            for number in itertools.count():
+                time.sleep(some.choice([0, 0.0002, 0.001, 0.02]))
+                with contextlib.suppress(OSError):
+                    for part in to_parts(number, frame(number, b"h" * some.choice([1, 200]))):
+                        ends[0].sendall(part)
+                if stop.is_set():
+                    return
+
+        ends = socket.socketpair()
+        for end in ends:
+            prepare(end)
+        stop = threading.Event()
+        inbox = MessageReader(ends[1])
+        writer = threading.Thread(target=send)
+        writer.start()
+        numbers = []
+        intact = 0
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0007)
+            while intact < at_most:
+                try:
+                    armed.append(True)
+                    while True:
+                        numbers.append(inbox.read().number)
+                except Interrupted:
+                    if not inbox.is_intact:
+                        break
+                    intact += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            armed.clear()
+            stop.set()
+            writer.join(60)
+            for end in ends:
+                end.close()
+        assert numbers == list(range(len(numbers)))
+        return intact
+
+    def test_one_while_a_message_is_taken_apart_is_known(self, ends, monkeypatch):
+        ends[0].sendall(b"".join(map(bytes, to_parts(1, frame(1, b"", [b"buffer"])))))
+        inbox = MessageReader(ends[1])
+
+        def interrupt(*arguments):
+            raise Interrupted
+
+        monkeypatch.setattr(inbox, "_take", interrupt)
+        with pytest.raises(Interrupted):
+            inbox.read()
+        assert not inbox.is_intact
+
+
 class TestReading:
     @pytest.mark.parametrize("piece", [1, 23, 24, 25, 4096, 1 << 20])
     def test_messages_arrive_whole_however_they_are_cut(self, ends, piece):
@@ -120,7 +211,7 @@ class TestReading:
     def test_a_note_that_a_reply_comes_elsewhere_has_no_head(self, ends):
         ends[0].sendall(message_parts(9, b"", [])[0])
         message = MessageReader(ends[1]).read()
-        assert (message.number, message.head, message.buffers) == (9, b"", [])
+        assert (message.number, message.content, message.notice) == (9, None, 0)
 
 
 class TestWriting:

@@ -1,20 +1,11 @@
-"""Which threads poll the relay, and which send results to it."""
+"""Which threads poll the relay and send results to it, and exchanges that are repeated."""
 
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import pytest
-
+from rayrpc._transports.ray.relay import Relay
 from rayrpc._transports.ray.relay_client import MAX_EXCHANGES, PollSchedule, ResultQueue
-
-
-@pytest.fixture
-def switching():
-    """Let threads take turns as often as Python can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def run(count, task):
@@ -39,7 +30,7 @@ def test_the_last_thread_to_leave_the_exchange_starts_another():
     assert [schedule.end(), schedule.end()] == [False, True]
 
 
-def test_some_thread_always_exchanges_or_is_told_to_start_one(switching):
+def test_some_thread_always_exchanges_or_is_told_to_start_one(quick_switches):
     schedule = PollSchedule()
     assert schedule.begin()
     starts = []
@@ -72,7 +63,7 @@ def test_an_exchange_takes_results_from_the_sender():
     assert results.take_to_send() == []
 
 
-def test_no_result_is_lost_or_sent_twice(switching):
+def test_no_result_is_lost_or_sent_twice(quick_switches):
     results = ResultQueue()
     sent = []
 
@@ -84,3 +75,24 @@ def test_no_result_is_lost_or_sent_twice(switching):
 
     run(4, add)
     assert sorted(number for number, _ in sent) == list(range(8000))
+
+
+class TestExchange:
+    def test_one_that_is_repeated_returns_the_same_frames(self):
+        relay: Any = Relay("alice", None, False)
+        for number in (1, 2):
+            relay.deliver(number, number)
+        first = relay.exchange(1, [], [])
+        relay.deliver(3, 3)
+        assert [number for _, number, _ in first] == [1, 2]
+        assert relay.exchange(1, [], []) == first
+        assert [number for _, number, _ in relay.exchange(2, [1], [])] == [3]
+        relay.note_arrived([2])
+        assert not relay._exchanges
+
+    def test_one_that_is_repeated_while_it_waits_gets_the_frames_of_the_first(self):
+        relay: Any = Relay("alice", None, False)
+        with ThreadPoolExecutor(2) as threads:
+            twice = [threads.submit(relay.exchange, 1, [], []) for _ in range(2)]
+            relay.deliver(7, 7)
+            assert [each.result(20) for each in twice] == [[("reply", 7, 7)]] * 2

@@ -1,0 +1,111 @@
+"""A call on a connection, and its reply."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc._concurrency.promise import PENDING, OneShot, run_callbacks
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Pending
+from rayrpc._transports.direct.reader_schedule import NOTHING, ReaderSchedule, Start
+from rayrpc._transports.direct.wire import Message
+
+__all__ = ["ConnectionCall", "Reply"]
+
+logger = logging.getLogger(__name__)
+
+Reply = Message | Error | Pending
+
+
+class ReadConnection(Protocol):
+    """What a call needs of its connection."""
+
+    schedule: ReaderSchedule[Any]
+
+    def wait_reply(self, call: ConnectionCall, deadline: float | None) -> None:
+        """Wait for the reply of a call; TimeoutError after the deadline."""
+
+    def start_reader(self, start: Start) -> None:
+        """Start a thread that reads, as the schedule says."""
+
+
+class ConnectionCall(OneShot[Reply], Pending):
+    """A call on a connection; its value is the reply.
+
+    Args:
+        connection (ReadConnection): receives the reply.
+        call_id (int): the request's.
+        frame (Frame | None): the request; None: another connection sends it.
+        lock (Lock): the connection's.
+    """
+
+    __slots__ = ("_callback", "_connection", "frame", "id")
+
+    def __init__(
+        self,
+        connection: ReadConnection,
+        call_id: int,
+        frame: Frame | None,
+        lock: threading.Lock,
+    ) -> None:
+        super().__init__(lock)
+        self._connection = connection
+        self.id = call_id
+        #: the request, until it is sent
+        self.frame = frame
+        self._callback: Callable[[Outcome[Frame]], None] | None = None
+
+    def wait(self, timeout: float | None) -> Frame:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._connection.wait_reply(self, deadline)
+        reply = self._value
+        if type(reply) is Message:
+            return reply.frame()
+        if isinstance(reply, Error):
+            reply.unwrap()
+        assert isinstance(reply, Pending)
+        return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
+        start: Start = NOTHING
+        with self._lock:
+            is_pending = self._value is PENDING
+            if is_pending:
+                self._callback = callback
+                start = self._connection.schedule.add_callback(urgent)
+        if start is not NOTHING:
+            self._connection.start_reader(start)
+        elif not is_pending:
+            self._report(callback, self._value)
+
+    def set(self, value: Reply) -> bool:
+        with self._lock:
+            if self._value is not PENDING:
+                return False
+            self._value = value
+            callbacks, self._callbacks = self._callbacks, None
+            callback = self._callback
+            if callback is not None:
+                self._connection.schedule.remove_callback()
+        if callbacks is not None:  # of a thread that waits
+            run_callbacks(callbacks, value)
+        if callback is not None:
+            try:
+                self._report(callback, value)
+            except Exception:  # this thread may be the reader
+                logger.exception("error in a callback")
+        return True
+
+    def _report(self, callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
+        if type(reply) is Message:
+            callback(Value(reply.frame()))
+        elif isinstance(reply, Error):
+            callback(reply)
+        else:
+            assert isinstance(reply, Pending)
+            reply.on_done(callback)

@@ -1,0 +1,235 @@
+"""The receiver's half of shared memory: segments of a peer, and the buffers in them.
+
+Buffers lie in the mapped segment, so that receiving copies nothing.  At a fork, the buffers that
+are in use become private to each of the two processes, as all other memory does, and their segment
+is not used again: the child may read it for as long as it likes.
+
+    map ──> FREE ── buffers ──> IN USE ── all deleted ──> FREE          RELEASED is sent
+              │                    └── fork ──> PRIVATE ── all deleted ──> unmapped  DISCARDED is
+              └── FREED arrives ──> unmapped                                          sent
+
+A mapping becomes private by its descriptor.  A process keeps a limited number of them; from
+segments without one, buffers are copied, and such a segment is released at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rayrpc._transports.direct.shared_memory import (
+    SEALS,
+    copy,
+    make_private,
+    map_memory,
+    offsets,
+)
+
+__all__ = ["MappedSegments"]
+
+logger = logging.getLogger(__name__)
+
+# How many descriptors of segments a process keeps, and which part of those that it may have.
+MAX_DESCRIPTORS = 256
+MAX_DESCRIPTORS_PART = 8
+
+
+class _Mapping:
+    """A segment that can become private.
+
+    It holds no reference to the memory: that is unmapped when the last buffer is deleted.
+
+    Args:
+        memory (Array): its bytes.
+        descriptor (int): closed when the mapping is private, or the memory unmapped.
+    """
+
+    __slots__ = ("_descriptor", "_memory", "_used", "is_private")
+
+    def __init__(self, memory: Any, descriptor: int) -> None:
+        self._memory = weakref.ref(memory)
+        self._descriptor = descriptor
+        self._used: weakref.ref[Any] | None = None
+        #: the process forked while its buffers were in use
+        self.is_private = False
+        weakref.finalize(memory, self._close).atexit = False
+        _mappings.add(self)
+
+    def use(self, block: Any) -> None:
+        """Set what is referenced by all buffers in it."""
+        self._used = weakref.ref(block)
+
+    @property
+    def is_used(self) -> bool:
+        """Tell whether a buffer in it exists."""
+        return self._used is not None and self._used() is not None
+
+    def before_fork(self) -> None:
+        """Make the memory private if a buffer uses it.
+
+        Raises:
+            OSError: there is no memory, or no address space.
+        """
+        block = None if self._used is None else self._used()
+        memory = self._memory()  # it must not be unmapped meanwhile
+        if block is not None and memory is not None:
+            make_private(memory, self._descriptor)
+            self.is_private = True
+            self._close()
+
+    def _close(self) -> None:
+        _mappings.discard(self)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+# Those with a descriptor, of all connections; a tensor outlives its connection.
+_mappings: set[_Mapping] = set()
+# Held at a fork, and while a segment comes into use.  A signal's handler may fork: reentrant.
+_forking = threading.RLock()
+_handles_forks = False
+
+
+def _handle_forks() -> None:
+    global _handles_forks
+    with _forking:
+        if not _handles_forks:
+            _handles_forks = True
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+            )
+
+
+def _before_fork() -> None:
+    # in the parent: what other threads write between a fork and the child's first step is lost
+    _forking.acquire()
+    for mapping in list(_mappings):
+        try:
+            mapping.before_fork()
+        except OSError as exc:
+            logger.error(
+                "a forked child shares received tensors with this process, and each sees what the "
+                "other writes to them: they cannot be made private (%s). Free memory, or fork "
+                "before the tensors are received.",
+                str(exc),  # the exception's traceback would keep the memory
+            )
+
+
+def _after_fork() -> None:
+    with contextlib.suppress(RuntimeError):  # a signal interrupted _before_fork
+        _forking.release()
+
+
+def _has_room() -> bool:
+    """Tell whether this process may keep one more descriptor."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    part = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft // MAX_DESCRIPTORS_PART
+    return len(_mappings) < min(MAX_DESCRIPTORS, part)
+
+
+class MappedSegments:
+    """The receiver's view of a peer's segments.
+
+    Args:
+        on_released (Callable): called with the number of a segment when none of its buffers is
+            left, and with whether the sender may use it again; by the garbage collector, in any
+            thread, so it must not take a lock.
+    """
+
+    def __init__(self, on_released: Callable[[int, bool], None]) -> None:
+        self._on_released = on_released
+        # each with its memory; without a mapping, its buffers are copied
+        self._segments: dict[int, tuple[Any, _Mapping | None]] = {}
+        self._blocks: dict[int, Any] = {}
+        _handle_forks()
+
+    def has(self, number: int) -> bool:
+        """Tell whether a segment is mapped."""
+        return number in self._segments
+
+    def map(self, number: int, descriptor: int, capacity: int) -> None:
+        """Map a segment; the descriptor is closed, now or later.
+
+        Raises:
+            OSError: it cannot be mapped, is smaller than ``capacity``, or could become so.
+        """
+        try:
+            _check(descriptor, capacity)
+            memory = map_memory(descriptor, capacity)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if _has_room():
+            self._segments[number] = memory, _Mapping(memory, descriptor)
+        else:
+            os.close(descriptor)
+            self._segments[number] = memory, None
+
+    def unmap(self, number: int) -> None:
+        """Unmap a segment, as soon as none of its buffers is left."""
+        self._segments.pop(number, None)
+
+    def close(self) -> None:
+        """Unmap all segments, each as soon as none of its buffers is left."""
+        self._segments.clear()
+
+    def buffers(self, number: int, lengths: Sequence[int]) -> list[memoryview]:
+        """Return the buffers in a segment: writable, and valid as long as they are referenced.
+
+        Raises:
+            ValueError: it is not mapped, they do not fit in it, or earlier buffers still use it.
+        """
+        starts, size = offsets(lengths)
+        memory, mapping = self._segments.get(number, ((), None))
+        if size > len(memory):
+            raise ValueError(f"{size} bytes do not fit in a segment of {len(memory)}")
+        if mapping is None:
+            view = self._copied(number, memory, size)
+        else:
+            view = self._mapped(number, memory, mapping, size)
+        return [view[a : a + length] for a, length in zip(starts, lengths, strict=True)]
+
+    def _mapped(self, number: int, memory: Any, mapping: _Mapping, size: int) -> memoryview:
+        def on_deleted(_: object) -> None:
+            self._blocks.pop(number, None)
+            if mapping.is_private:
+                self.unmap(number)
+            self._on_released(number, not mapping.is_private)
+
+        with _forking:
+            if mapping.is_used:
+                raise ValueError("the segment is in use")
+            block = (ctypes.c_ubyte * size).from_buffer(memory)
+            self._blocks[number] = weakref.ref(block, on_deleted)
+            mapping.use(block)
+        return np.frombuffer(memoryview(block), np.uint8).data
+
+    def _copied(self, number: int, memory: Any, size: int) -> memoryview:
+        copied = np.empty(size, np.uint8)
+        copy(copied, np.frombuffer(memory, np.uint8, size))
+        reusable = not _has_room()  # else the next one has a descriptor, and is not copied
+        if not reusable:
+            self.unmap(number)
+        self._on_released(number, reusable)
+        return copied.data
+
+
+def _check(descriptor: int, capacity: int) -> None:
+    """Check that a segment's memory exists, and always will: else reading it kills the process."""
+    seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    if seals & SEALS != SEALS:
+        raise OSError("the segment is not sealed against a change of its size")
+    size = os.fstat(descriptor).st_size
+    if not 0 < capacity <= size:
+        raise OSError(f"the segment has {size} bytes instead of {capacity}")

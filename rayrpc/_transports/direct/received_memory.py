@@ -1,0 +1,82 @@
+"""Memory for large buffers that arrive by TCP, used again when they are deleted.
+
+New memory costs a page fault for every 4 KB of it, which takes as long as receiving them.
+
+    acquire ──> IN USE ── the buffer is deleted ──> FREE ── acquire ──> IN USE
+                                                     └── trim ──> freed
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+from rayrpc._transports.direct.shared_memory import MAX_FREE_SECONDS, capacity_for
+
+__all__ = ["ReceivedMemory"]
+
+# Free memory is kept up to this many bytes in all.
+MAX_FREE_BYTES = 256 << 20
+
+
+class ReceivedMemory:
+    """Provide the memory of received buffers; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[tuple[float, Any]]] = collections.defaultdict(list)
+        self._free_bytes = 0
+        self._used: dict[int, weakref.ref[Any]] = {}
+        # what was deleted, since when: the garbage collector adds it, which must not take the lock
+        self._deleted: collections.deque[tuple[float, Any]] = collections.deque()
+
+    def acquire(self, size: int) -> memoryview:
+        """Return a buffer of ``size`` bytes: writable, and its own as long as it is referenced.
+
+        Raises:
+            MemoryError, ValueError: there is no such memory.
+        """
+        capacity = capacity_for(size)
+        with self._lock:
+            self._collect()
+            free = self._free[capacity]
+            memory: Any = free.pop()[1] if free else None
+            if memory is not None:
+                self._free_bytes -= capacity
+        if memory is None:
+            memory = np.empty(capacity, np.uint8)
+        block = (ctypes.c_ubyte * size).from_buffer(memory)
+        key = id(block)
+
+        def on_deleted(_: object) -> None:
+            self._used.pop(key, None)
+            self._deleted.append((time.monotonic(), memory))
+
+        self._used[key] = weakref.ref(block, on_deleted)
+        return np.frombuffer(memoryview(block), np.uint8).data
+
+    def trim(self) -> None:
+        """Free what was not used for a while."""
+        limit = time.monotonic() - MAX_FREE_SECONDS
+        with self._lock:
+            self._collect()
+            for capacity, free in list(self._free.items()):
+                while free and free[0][0] < limit:
+                    del free[0]
+                    self._free_bytes -= capacity
+                if not free:
+                    del self._free[capacity]
+
+    def _collect(self) -> None:
+        """Take back what was deleted, up to a limit; with the lock held."""
+        while self._deleted:
+            since, memory = self._deleted.popleft()
+            if self._free_bytes + len(memory) <= MAX_FREE_BYTES:
+                self._free_bytes += len(memory)
+                self._free[len(memory)].append((since, memory))

@@ -1,0 +1,381 @@
+"""A member's side of its group's directory: join, follow the changes, wait at barriers.
+
+The directory answers each poll within a part of ``peer_timeout``.  If it does not, the member asks
+the hosts of the directory and of the other members itself: where the directory's does not answer
+either, the members on silent hosts are lost.
+
+    FOLLOWS ──(it was restarted)──> REPORTS ──(it has restored the group)──> FOLLOWS
+    FOLLOWS ──(no answer)──> ASKS ──(the directory's host is silent)──> CUT OFF: reports the losses
+       ^                      │                                            │
+       └──(it answers)────────┘          LEFT: expelled <──(it answers)────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+
+from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._protocol.membership import Change, Member, Snapshot
+from rayrpc._protocol.rebuild import Report
+from rayrpc._protocol.transport import Directory
+from rayrpc._transports.ray import ray_api
+from rayrpc._transports.ray.cluster import through_client
+from rayrpc._transports.ray.directory import POLLS, WANTS_MEMBERS, DirectoryActor, Restored
+from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
+from rayrpc._transports.ray.ray_errors import cause_of
+from rayrpc.errors import GroupError
+
+__all__ = ["RayDirectory"]
+
+logger = logging.getLogger(__name__)
+
+# Pause before another attempt to reach the directory.
+CALL_RETRY_SECONDS = 0.05
+# How often a member that waits at a barrier looks whether the directory is silent.
+SILENCE_POLL_SECONDS = 0.25
+# Why a member that was cut off, and has reported losses itself, leaves the group.
+CUT_OFF = "it was cut off from the directory"
+# How many barriers' results a member keeps for a directory that is restarted.
+KEPT_SYNCS = 8
+# How long a member waits for a directory that need not wait for other members.
+ANSWER_SECONDS = 10.0
+
+
+class RayDirectory(Directory):
+    """Call the directory of a group from one of its members.
+
+    Args:
+        key (str): names the group.
+        namespace (str): Ray namespace of the directory's name.
+        peer_timeout (float): after so many seconds without an answer the directory counts as
+            lost.
+    """
+
+    def __init__(self, key: str, namespace: str, peer_timeout: float) -> None:
+        self._key = key
+        self._namespace = namespace
+        self._peer_timeout = peer_timeout
+        # neither it nor its host has answered for ``peer_timeout``
+        self._is_silent = False
+        self._members: dict[str, Member] = {}  # by token
+        self._epochs: dict[int, int] = {}  # how often each id was used
+        self._snapshot: Snapshot | None = None  # of the join
+        self._version = 0  # the last one that was applied
+        self._synced: dict[str, dict[str, Any]] = {}  # what barriers returned, the last ones
+        self._ports: dict[str, int] = {}  # of raylets, by host
+        self._worker = ""
+        self._token = ""
+        self._host = ""  # the directory's
+        self._closed = False
+        self._actor: Any = None
+
+    def _find_or_create(self) -> Any:
+        directory: Any = ray.remote(DirectoryActor)
+        return directory.options(
+            name=f"rayrpc-directory:{self._key}",
+            namespace=self._namespace,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=100_000,
+            scheduling_strategy=_on_head_node(),
+        ).remote(self._key, self._peer_timeout)
+
+    def reach(self, timeout: float) -> None:
+        """Wait until the directory runs; create it if there is none.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            GroupError: it does not run in time.
+        """
+        try:
+            self._host = self._call(lambda actor: actor.ready.remote(), timeout)
+        except GetTimeoutError:
+            raise GroupError(
+                f"the directory of RPC group {self._key!r} did not start in {timeout:g} s. Check "
+                "with `ray list actors` whether the Ray cluster is out of memory or of processes."
+            ) from None
+
+    def decided(self, token: str) -> Any:
+        """Return an ObjectRef that is ready when the directory has decided on a join."""
+        return self._actor.decided.remote(token)
+
+    def join(self, member: Member, timeout: float) -> Snapshot:
+        self._worker = member.name
+        try:
+            answer = self._call(lambda actor: actor.join.remote(member), timeout)
+        except GetTimeoutError:
+            raise self._incomplete(member, timeout) from None
+        if isinstance(answer, str):
+            raise GroupError(answer)
+        self._token = member.token
+        self._snapshot = answer
+        self._version = answer.version
+        self._count([Change(0, "joined", each) for each in answer.members])
+        self._learn_ports()
+        if answer.note:
+            logger.warning("%s", answer.note)
+        return answer  # type: ignore[no-any-return]
+
+    def _call(self, call: Callable[[Any], Any], timeout: float) -> Any:
+        deadline = Deadline(timeout)
+        while True:
+            self._actor = self._find_or_create()
+            try:
+                return ray_api.get(call(self._actor), timeout=deadline.remaining())
+            except RayActorError as exc:
+                # the directory of an earlier run may have ended itself just now
+                if deadline.expired:
+                    raise GroupError(
+                        f"the directory of RPC group {self._key!r} cannot be reached: "
+                        f"{cause_of(exc)}. Check with `ray status` that the Ray cluster runs."
+                    ) from exc
+                time.sleep(CALL_RETRY_SECONDS)
+
+    def _incomplete(self, member: Member, timeout: float) -> GroupError:
+        withdrawn = self._actor.withdraw.remote(member.token)
+        missing, users = ray_api.get(withdrawn, timeout=ANSWER_SECONDS)
+        ranks = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
+        return GroupError(
+            f"RPC worker {member.name!r} waited {timeout:g} s for group {self._key!r} to be "
+            f"complete: of world_size {member.world_size}, {ranks} missing. Start the missing "
+            "workers as the same user with the same MASTER_ADDR and MASTER_PORT (or init_method) "
+            "and on the same Ray cluster, or raise init_timeout."
+            + (f" Other programs use the key for groups of their own: {users}." if users else "")
+        )
+
+    def follow(
+        self,
+        version: int,
+        apply: Callable[[list[Change]], None],
+        on_expelled: Callable[[str], None],
+    ) -> None:
+        def run() -> None:
+            while not self._closed:
+                changes = self._next_changes(apply)
+                if changes is None or self._closed:
+                    return
+                if isinstance(changes, str):
+                    on_expelled(changes)
+                    return
+                if changes:
+                    apply(changes)
+                    self._version = changes[-1].version
+                    self._count(changes)
+                    if any(each.node not in self._ports for each in self._members.values()):
+                        self._learn_ports()
+
+        threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
+
+    def _next_changes(self, apply: Callable[[list[Change]], None]) -> list[Change] | str | None:
+        """Return the changes after the version that was applied last.
+
+        They are a text if this worker is no member any more: why; and None if the directory cannot
+        be started again, or this is closed.
+
+        Args:
+            apply: called with the losses that this worker finds where the directory is silent.
+        """
+
+        ask = functools.partial(self._actor.poll.remote, self._token, self._version)
+        answer = ask()
+        begin = time.monotonic()
+        monitor: HostMonitor | None = None
+        while not self._closed:
+            try:
+                if ray_api.wait([answer], timeout=PROBE_SECONDS)[0]:
+                    changes = ray_api.get(answer)
+                    if self._is_silent:
+                        self._is_silent = False
+                        # the directory and this worker may not have lost the same members
+                        self._actor.expel.remote(self._token, CUT_OFF)
+                        if changes is None:
+                            return CUT_OFF
+                    if changes is None or changes == WANTS_MEMBERS:
+                        reported = self._report(with_members=changes is not None)
+                        ask = functools.partial(self._actor.restore.remote, *reported)
+                        answer = ask()
+                        continue
+                    if isinstance(changes, Restored):
+                        self._version = changes.version
+                        changes = changes.changes
+                    return changes  # type: ignore[no-any-return]
+            except ActorUnavailableError:  # a broken connection, or it is started again
+                time.sleep(CALL_RETRY_SECONDS)
+                answer = ask()
+            except Exception as exc:
+                if not self._closed:
+                    self._log_loss(cause_of(exc))
+                return None
+            silence = time.monotonic() - begin
+            if silence > self._peer_timeout / POLLS + PROBE_SECONDS and not through_client():
+                if monitor is None:
+                    monitor = HostMonitor(self._peer_timeout - silence, self._ports.get)
+                self._ask_hosts(monitor, silence, apply)
+        return None
+
+    def _report(self, with_members: bool) -> tuple[Any, ...]:
+        """Return what a directory that was restarted needs of this worker."""
+        snapshot = self._snapshot
+        assert snapshot is not None
+        report = Report(
+            snapshot.me,
+            snapshot.session,
+            snapshot.version,
+            self._version,
+            snapshot.secret,
+            self._epochs,
+            dict(self._synced),
+        )
+        return (report, list(self._members.values())) if with_members else (report,)
+
+    def _ask_hosts(
+        self, monitor: HostMonitor, silence: float, apply: Callable[[list[Change]], None]
+    ) -> None:
+        """Find out which hosts are silent; if the directory's is, report the members there."""
+        others = [each for each in self._members.values() if each.token != self._token]
+        lost = asyncio.run(monitor.ask([self._host, *(each.node for each in others)]))
+        if self._host not in lost or self._host == ray.util.get_node_ip_address():
+            return  # the directory is slow, and will decide
+        if not self._is_silent:
+            self._is_silent = True
+            self._log_loss(f"no answer for {silence:.0f} s")
+        changes = [
+            Change(
+                0,
+                "died",
+                member,
+                f"its host {member.node} has not answered for {silence:.0f} s, nor has the group's "
+                "directory",
+            )
+            for member in others
+            if member.node in lost
+        ]
+        if changes:
+            self._count(changes)
+            apply(changes)
+
+    def _count(self, changes: list[Change]) -> None:
+        """Note who is a member, and which ids were used."""
+        for change in changes:
+            member = change.member
+            if change.kind == "joined":
+                self._members[member.token] = member
+                used = self._epochs.get(member.id, 0)
+                self._epochs[member.id] = max(used, member.epoch + 1)
+            else:
+                self._members.pop(member.token, None)
+
+    def _learn_ports(self) -> None:
+        """Have the ports of raylets at hand: of silent hosts Ray may not tell them."""
+        with contextlib.suppress(RayError):
+            self._ports = {**self._ports, **raylets()}
+
+    def _log_loss(self, cause: str) -> None:
+        logger.warning(
+            "RPC worker %r lost the directory of group %r (%s): it does not learn any more who "
+            "joins, leaves or dies",
+            self._worker,
+            self._key,
+            cause,
+        )
+
+    def members(self) -> list[Member]:
+        return self._ask(lambda: self._actor.members.remote(self._token), None)  # type: ignore[no-any-return]
+
+    def _ask(self, call: Callable[[], Any], timeout: float | None) -> Any:
+        """Return the directory's answer; ask again if it is restarted meanwhile.
+
+        Args:
+            call: calls the directory; returns an ObjectRef.
+            timeout: in seconds.
+
+        Raises:
+            GetTimeoutError: it did not come in time.
+            GroupError: the directory is silent.
+        """
+        deadline = Deadline(timeout)
+        while True:
+            try:
+                return self._wait(call(), deadline)
+            except ActorUnavailableError:
+                if self._is_silent:
+                    raise self._silence_error() from None
+                if self._closed or deadline.expired:
+                    raise
+                time.sleep(deadline.within(CALL_RETRY_SECONDS))
+
+    def _wait(self, ref: Any, deadline: Deadline) -> Any:
+        while not ray_api.wait([ref], timeout=deadline.within(SILENCE_POLL_SECONDS))[0]:
+            if self._is_silent:
+                raise self._silence_error()
+            if deadline.expired:
+                raise GetTimeoutError
+        return ray_api.get(ref)
+
+    def _silence_error(self) -> GroupError:
+        return GroupError(
+            f"the directory of group {self._key!r}, which RPC worker {self._worker!r} waits for, "
+            f"has not answered for {self._peer_timeout:g} s: this host or the directory's is cut "
+            "off, or has died. Restart the run."
+        )
+
+    def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
+        try:
+            reports: dict[str, Any] = self._ask(
+                lambda: self._actor.sync.remote(tag, self._token, payload), timeout
+            )
+        except GetTimeoutError:
+            absent = self._actor.absent.remote(tag, self._token)
+            names = ", ".join(ray_api.get(absent, timeout=ANSWER_SECONDS))
+            raise GroupError(
+                f"RPC worker {self._worker!r} waited {timeout:g} s at {tag!r} for workers that "
+                f"did not reach it: {names}. They are alive but busy or blocked; call shutdown() "
+                "on every worker."
+            ) from None
+        except RayActorError as exc:
+            raise GroupError(
+                f"RPC worker {self._worker!r} waited at {tag!r}, but the directory of group "
+                f"{self._key!r} has died: {cause_of(exc)}. Restart the run."
+            ) from exc
+        # another member may need them, should the directory be restarted before it has its own
+        kept = list(self._synced.items())[1 - KEPT_SYNCS :]
+        self._synced = dict([*kept, (tag, reports)])
+        return reports
+
+    def leave(self) -> None:
+        if not ray.is_initialized():  # then the directory saw the end of this process's connection
+            return
+        deadline = Deadline(ANSWER_SECONDS)
+        with contextlib.suppress(RayError):
+            while not deadline.expired:
+                try:
+                    ray_api.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
+                    return
+                except ActorUnavailableError:
+                    time.sleep(CALL_RETRY_SECONDS)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _on_head_node() -> Any:
+    """Return where the directory runs: beside Ray's control service, which it needs."""
+    for node in ray.nodes():
+        if "node:__internal_head__" in node["Resources"]:
+            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+            return affinity(node["NodeID"], soft=False)
+    return "DEFAULT"

@@ -1,0 +1,57 @@
+"""The one-shot core: its value is set once, and all callbacks are called."""
+
+import logging
+
+import pytest
+from torch.futures import Future
+
+from rayrpc._concurrency.outcome import Error, Value, complete
+from rayrpc._concurrency.promise import Promise
+
+
+def test_an_error_of_a_callback_is_logged_and_the_others_are_called(caplog):
+    promise = Promise()
+    seen = []
+    promise.on_done(lambda value: 1 / 0)
+    promise.on_done(seen.append)
+    assert promise.set(3)
+    assert seen == [3]
+    assert "ZeroDivisionError" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_an_interrupt_in_a_callback_is_raised_when_all_were_called():
+    promise = Promise()
+    seen = []
+
+    def interrupt(value):
+        raise KeyboardInterrupt
+
+    promise.on_done(interrupt)
+    promise.on_done(seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        promise.set(3)
+    assert seen == [3]
+    assert promise.value == 3
+
+
+@pytest.mark.parametrize("outcome", [Value(2), Error(ValueError("late"))], ids=["value", "error"])
+def test_a_future_that_the_program_has_completed_keeps_its_value(outcome):
+    future = Future()
+    future.set_result(1)
+    complete(future, outcome)
+    assert future.wait() == future.value() == 1
+
+
+def test_a_future_that_the_program_completes_just_now_keeps_its_value(monkeypatch):
+    class Racing(Future):
+        def done(self):  # the program completes it right after it was looked at
+            before = super().done()
+            if not before:
+                self.set_result(1)
+            return before
+
+    for outcome in Value(2), Error(ValueError("late")):
+        future = Racing()
+        complete(future, outcome)
+        assert future.wait() == 1

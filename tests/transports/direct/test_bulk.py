@@ -1,0 +1,321 @@
+"""Large messages between nodes: a connection of their own, and memory that is used again."""
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import eventually
+from direct_workers import WAIT_SECONDS, groups
+
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.transport import PendingReply
+from rayrpc._transports.direct.bulk_replies import BULK_BYTES
+from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc.errors import CallLostError, WorkerDiedError
+
+LARGE = os.urandom(BULK_BYTES + 1)
+
+
+@pytest.fixture
+def pair():
+    with groups() as make:
+        yield make({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
+
+
+def replies_with(callee, make_buffers):
+    """Have a callee reply with buffers."""
+    serve = callee.serve
+
+    def with_buffers(frame, may_block=True):
+        reply = serve(frame)
+        reply.buffers = make_buffers(frame)
+        return reply
+
+    callee.transport._server._serve = with_buffers
+
+
+def connections(caller, callee):
+    connection = caller.transport._routes[callee.token].connection
+    return connection, connection.bulk
+
+
+def served_by(callee):
+    """Return the callee's ends: of small messages, and of large ones."""
+    ends = callee.transport._server.connections
+    return [each for each in ends if each._bulk], [each for each in ends if not each._bulk]
+
+
+class TestConnection:
+    def test_a_large_request_has_a_connection_of_its_own(self, pair):
+        caller, callee = pair
+        assert caller.call(callee).wait(WAIT_SECONDS).data == b"x"
+        assert connections(caller, callee)[1] is None
+        reply = caller.call(callee, 2, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert bytes(reply.buffers[0]) == LARGE
+        small, large = served_by(callee)
+        assert len(small) == len(large) == 1
+        assert not caller.fallback.calls and not callee.fallback.replies
+
+    @pytest.mark.parametrize("waits", [True, False], ids=["waits", "calls back"])
+    def test_so_has_a_large_reply_to_a_small_request(self, pair, waits):
+        caller, callee = pair
+        replies_with(callee, lambda frame: [LARGE])
+        outcomes: list[Any] = []
+        for number in range(1, 4):
+            pending = caller.call(callee, number)
+            if waits:
+                reply = pending.wait(WAIT_SECONDS)
+            else:
+                pending.on_done(outcomes.append)
+                assert eventually(lambda: outcomes)
+                reply = outcomes.pop().unwrap()
+            assert bytes(reply.buffers[0]) == LARGE
+        assert not caller.fallback.calls and not callee.fallback.replies
+        assert callee.transport._server._bulk.is_empty
+
+    def test_many_at_once_from_threads_all_arrive_whole(self, pair):
+        caller, callee = pair
+        replies_with(callee, lambda frame: frame.buffers or [LARGE])
+        wrong = []
+
+        def call(thread):
+            for step in range(20):
+                number = 1 + thread * 100 + step
+                data = np.full(300_000 if step % 2 else 10, thread, np.uint8)
+                pending = caller.call(callee, number, buffers=[data] if step % 3 else [])
+                want = data.tobytes() if step % 3 else LARGE
+                if bytes(pending.wait(WAIT_SECONDS).buffers[0]) != want:
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+        assert not wrong and not any(thread.is_alive() for thread in threads)
+
+    def test_small_calls_do_not_wait_for_large_ones(self, pair):
+        caller, callee = pair
+        caller.call(callee).wait(WAIT_SECONDS)
+        held = caller.transport._bulk_of(connections(caller, callee)[0])
+        assert eventually(lambda: held._stream and served_by(callee)[1])
+        (end,) = served_by(callee)[1]
+        release = threading.Event()
+        end._stream._reader.read = lambda read=end._stream._reader.read: (release.wait(), read())[1]
+        caller.call(callee, 2, buffers=[LARGE]).wait(WAIT_SECONDS)  # it reads already
+        huge = caller.call(callee, 3, buffers=[bytes(64 << 20)])
+        assert caller.call(callee, 4).wait(WAIT_SECONDS).data == b"x"
+        assert not huge.is_done
+        release.set()
+        assert huge.wait(WAIT_SECONDS)
+
+    def test_a_reply_that_overtakes_its_announcement_waits_for_it(self, pair):
+        caller, callee = pair
+        caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
+        _, bulk = connections(caller, callee)
+        (end,) = served_by(callee)[1]
+        end.send_large(7, Frame(Kind.VALUE, 0, 1, 7, buffers=[LARGE]))
+        caller.call(callee, 2, buffers=[LARGE]).wait(WAIT_SECONDS)  # reads it
+        assert eventually(lambda: bulk._early)
+        assert bytes(bulk.expect(7).wait(WAIT_SECONDS).buffers[0]) == LARGE
+        assert not bulk._early
+
+
+class TestLoss:
+    @pytest.mark.parametrize("broken", [0, 1], ids=["small", "large"])
+    def test_the_two_connections_are_lost_and_made_again_together(self, pair, broken):
+        caller, callee = pair
+        replies_with(callee, lambda frame: [LARGE])
+        caller.call(callee, 1).wait(WAIT_SECONDS)
+        before = connections(caller, callee)
+        before[broken].break_off("cut by the test")
+        assert eventually(lambda: all(each.schedule.state == 4 for each in before))
+        assert eventually(lambda: caller.transport._routes[callee.token].reason == "")
+        assert bytes(caller.call(callee, 2).wait(WAIT_SECONDS).buffers[0]) == LARGE
+        assert not set(before) & set(connections(caller, callee))
+
+    def test_calls_under_way_on_both_are_lost(self, pair):
+        caller, callee = pair
+        caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
+        begun = threading.Semaphore(0)
+        release = threading.Event()
+
+        def stay(frame, may_block=True):
+            begun.release()
+            release.wait(WAIT_SECONDS)
+
+        callee.transport._server._serve = callee.serve
+        for ends in served_by(callee):
+            ends[0]._serve = stay
+        calls = [caller.call(callee, 2), caller.call(callee, 3, buffers=[LARGE])]
+        outcomes: list[Any] = []
+        for call in calls:
+            call.on_done(outcomes.append)
+        assert begun.acquire(timeout=WAIT_SECONDS) and begun.acquire(timeout=WAIT_SECONDS)
+        served_by(callee)[1][0].close()
+        assert eventually(lambda: len(outcomes) == 2)
+        assert all(isinstance(outcome.error, CallLostError) for outcome in outcomes)
+        release.set()
+
+    def test_the_loss_of_the_peer_ends_both(self, pair):
+        caller, callee = pair
+        caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
+        both = connections(caller, callee)
+        caller.transport.on_peer_lost(callee.member, WorkerDiedError("w1", "killed"))
+        assert all(each.schedule.state == 4 for each in both)
+
+    def test_where_there_can_be_no_second_connection_large_requests_go_by_the_fallback(
+        self, pair, monkeypatch
+    ):
+        caller, callee = pair
+        caller.call(callee).wait(WAIT_SECONDS)
+        connect = caller.transport.connect
+
+        def refuse(peer, is_bulk=False):
+            if is_bulk:
+                raise OSError("no descriptor")
+            return connect(peer)
+
+        monkeypatch.setattr(caller.transport, "connect", refuse)
+        reply = caller.call(callee, 2, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert bytes(reply.buffers[0]) == LARGE
+        assert caller.fallback.calls == [("memory-w1", 2)]
+        assert caller.call(callee, 3).wait(WAIT_SECONDS).data == b"x"
+        monkeypatch.undo()
+        assert caller.call(callee, 4, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert len(caller.fallback.calls) == 1
+
+
+class TestUnread:
+    def test_no_more_requests_are_read_than_the_replies_that_the_peer_does_not_read(
+        self, pair, monkeypatch
+    ):
+        monkeypatch.setattr("rayrpc._transports.direct.stream.MAX_UNREAD_BYTES", 8 << 20)
+        caller, callee = pair
+        replies_with(callee, lambda frame: [bytes(4 << 20)])
+        caller.call(callee, 1).wait(WAIT_SECONDS)
+        _, bulk = connections(caller, callee)
+        reads = threading.Event()
+        read = bulk._stream.read
+        bulk._stream.read = lambda: (reads.wait(WAIT_SECONDS), read())[1]
+        calls = [caller.call(callee, number) for number in range(2, 42)]
+        (end,) = served_by(callee)[1]
+        assert eventually(lambda: end._stream.has_unread)
+        time.sleep(0.5)
+        assert callee.served < 20
+        reads.set()
+        assert all(len(call.wait(WAIT_SECONDS).buffers[0]) == 4 << 20 for call in calls)
+        assert callee.served == 41
+
+    def test_replies_of_any_size_wait_until_the_connection_is_open(self, pair, monkeypatch):
+        monkeypatch.setattr("rayrpc._transports.direct.bulk_replies.MAX_UNREAD_BYTES", 1 << 20)
+        caller, callee = pair
+        replies_with(callee, lambda frame: [bytes(2 << 20)])
+        connect = caller.transport.connect
+        monkeypatch.setattr(
+            caller.transport,
+            "connect",
+            lambda peer, is_bulk=False: (time.sleep(0.5 * is_bulk), connect(peer, is_bulk))[1],
+        )
+        calls = [caller.call(callee, number) for number in range(1, 7)]
+        assert all(len(call.wait(WAIT_SECONDS).buffers[0]) == 2 << 20 for call in calls)
+
+    def test_a_peer_that_opens_no_connection_for_large_replies_loses_its_other_one(
+        self, pair, monkeypatch
+    ):
+        monkeypatch.setattr("rayrpc._transports.direct.bulk_replies.MAX_UNREAD_BYTES", 4 << 20)
+        monkeypatch.setattr("rayrpc._transports.direct.bulk_replies.OPEN_SECONDS", 0.2)
+        caller, callee = pair
+        replies_with(callee, lambda frame: [bytes(1 << 20)])
+        monkeypatch.setattr(caller.transport, "expect_large", lambda *_: PendingReply())
+        calls = [caller.call(callee, number) for number in range(1, 10)]
+        with pytest.raises(CallLostError):
+            calls[-1].wait(WAIT_SECONDS)
+        assert callee.served < 10
+
+
+class TestWhatTheProgramWritesLater:
+    def test_a_request_that_waits_for_its_connection_is_copied(self, pair):
+        caller, callee = pair
+        data = bytearray(LARGE)
+        pending = caller.call(callee, 1, buffers=[data])
+        data[:] = bytes(len(data))
+        assert bytes(pending.wait(WAIT_SECONDS).buffers[0]) == LARGE
+
+    @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind another"])
+    def test_a_request_that_the_peer_does_not_read_is_copied(self, pair, behind):
+        caller, callee = pair
+        caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
+        (end,) = served_by(callee)[1]
+        hold = threading.Event()
+        serve = end._serve
+        end._serve = lambda frame, may_block=True: (hold.wait(WAIT_SECONDS), serve(frame))[1]
+        wait = end._stream.read
+        end._stream.read = lambda: (hold.wait(WAIT_SECONDS), wait())[1]
+        caller.call(callee, 2, buffers=[LARGE])
+        first = caller.call(callee, 3, buffers=[bytes(32 << 20)]) if behind else None
+        data = bytearray(os.urandom(32 << 20))
+        want = bytes(data)
+        pending = caller.call(callee, 4, buffers=[data])
+        data[:] = bytes(len(data))
+        hold.set()
+        assert bytes(pending.wait(WAIT_SECONDS).buffers[0]) == want
+        assert first is None or first.wait(WAIT_SECONDS)
+
+
+class TestReceivedMemory:
+    def test_memory_is_used_again_when_the_last_buffer_in_it_is_deleted(self):
+        memory = ReceivedMemory()
+        first = memory.acquire(1 << 20)
+        first[:3] = b"abc"
+        part = first[1:3]
+        address = np.frombuffer(first, np.uint8).ctypes.data
+        del first
+        other = memory.acquire(1 << 20)
+        assert np.frombuffer(other, np.uint8).ctypes.data != address
+        assert bytes(part) == b"bc"
+        del part
+        gc.collect()
+        again = memory.acquire((1 << 20) - 100)
+        assert np.frombuffer(again, np.uint8).ctypes.data == address
+        assert len(again) == (1 << 20) - 100 and not again.readonly
+
+    def test_what_is_free_for_a_while_is_freed(self, monkeypatch):
+        memory = ReceivedMemory()
+        memory.acquire(1 << 20)  # deleted at once
+        memory.trim()
+        assert memory._free_bytes >= 1 << 20
+        monkeypatch.setattr("rayrpc._transports.direct.received_memory.MAX_FREE_SECONDS", -1.0)
+        memory.trim()
+        assert memory._free_bytes == 0 and not memory._free
+
+    def test_no_more_is_kept_than_the_limit(self, monkeypatch):
+        monkeypatch.setattr("rayrpc._transports.direct.received_memory.MAX_FREE_BYTES", 3 << 20)
+        memory = ReceivedMemory()
+        buffers = [memory.acquire(1 << 20) for _ in range(5)]
+        del buffers
+        memory.trim()
+        assert 0 < memory._free_bytes <= 3 << 20
+
+    def test_threads_get_memory_of_their_own(self):
+        memory = ReceivedMemory()
+        wrong = []
+
+        def use(number):
+            for step in range(300):
+                buffer = memory.acquire(70_000)
+                buffer[:2] = buffer[-2:] = bytes([number, step % 256])
+                time.sleep(0)
+                if bytes(buffer[:2]) != bytes(buffer[-2:]) or buffer[0] != number:
+                    wrong.append((number, step))
+
+        threads = [threading.Thread(target=use, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+        assert not wrong

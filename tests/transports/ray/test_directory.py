@@ -1,0 +1,125 @@
+"""The directory's process dies: Ray starts it again, and the group goes on."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import targets
+from conftest import eventually
+
+import rayrpc as rpc
+from rayrpc import errors
+
+
+def pid_of_directory():
+    actor = rpc._get_current_rpc_agent()._directory._actor
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
+
+
+def kill_directory():
+    """Kill the directory's process; return its id."""
+    pid = pid_of_directory()
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def wait_for_restart(old):
+    """Wait until the directory runs in another process."""
+
+    def is_restarted():
+        try:
+            return pid_of_directory() != old
+        except ray.exceptions.RayActorError:
+            return False
+
+    assert eventually(is_restarted, 60)
+
+
+@pytest.fixture
+def group(ray_cluster):
+    """Alice and bob are hosted; this process is "driver" in their group."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method="ray://restarts")
+    rpc.init_rpc("driver", rpc_backend_options=options)
+    rpc.start_workers(["alice", "bob"])
+    yield
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown()
+
+
+def names():
+    return {each.name for each in rpc._get_current_rpc_agent().get_worker_infos()}
+
+
+def pid_of_worker(name):
+    return rpc.rpc_sync(name, os.getpid)
+
+
+@pytest.mark.usefixtures("group")
+def test_calls_go_on_and_deaths_and_joins_are_noticed():
+    rref = rpc.remote("alice", targets.Adder)
+    pending = rpc.rpc_async("bob", time.sleep, args=(3,))
+    bob = pid_of_worker("bob")
+    old = kill_directory()
+    for number in range(200):
+        assert rpc.rpc_sync("alice", targets.identity, args=(number,)) == number
+    assert rref.rpc_sync().add(1) == 1
+    pending.wait()
+    wait_for_restart(old)
+
+    rpc.start_workers(["carol"])
+    assert rpc.rpc_sync("alice", targets.call_on, args=("carol", targets.identity, 5)) == 5
+    ids = [rpc.get_worker_info(name).id for name in ("driver", "alice", "bob", "carol")]
+    assert len(set(ids)) == 4
+
+    lost = rpc.rpc_async("bob", time.sleep, args=(60,))
+    os.kill(bob, signal.SIGKILL)
+    with pytest.raises(errors.WorkerDiedError, match="bob"):
+        lost.wait()
+    assert eventually(lambda: names() == {"driver", "alice", "carol"})
+    assert rpc.rpc_sync("alice", names) == {"driver", "alice", "carol"}
+    rpc.shutdown()
+
+
+@pytest.mark.usefixtures("group")
+def test_it_may_be_restarted_again_and_again():
+    for _ in range(3):
+        wait_for_restart(kill_directory())
+        assert rpc.rpc_sync("alice", targets.call_on, args=("bob", targets.identity, 7)) == 7
+    assert names() == {"driver", "alice", "bob"}
+    # a member that has not reported yet is in no session, and must not pass a barrier alone
+    directory = rpc._get_current_rpc_agent()._directory._actor
+    late = [directory.sync.remote("tag", "late", 1), directory.members.remote("late")]
+    assert ray.wait(late, timeout=2)[0] == []
+    with pytest.raises(RuntimeError, match="is not unique"):
+        rpc.start_workers(["alice"])
+    rpc.shutdown()
+
+
+STATIC = """
+import os, signal, sys, time
+import ray
+import rayrpc as rpc
+
+rank, world_size = int(sys.argv[1]), 3
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size)
+assert rpc.rpc_sync(f"w{(rank + 1) % world_size}", max, args=(1, 2)) == 2
+print("joined", flush=True)
+if rank == 0:
+    time.sleep(3)  # the others wait at the barrier of shutdown by now
+    actor = rpc._get_current_rpc_agent()._directory._actor
+    os.kill(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    assert rpc.rpc_sync("w1", max, args=(1, 2)) == 2
+rpc.shutdown()
+print("has shut down", flush=True)
+"""
+
+
+def test_a_graceful_shutdown_waits_for_all_members_across_a_restart(ray_cluster, start, script):
+    path = script(STATIC)
+    runs = [
+        start(path, str(rank), MASTER_ADDR="localhost", MASTER_PORT="29692") for rank in range(3)
+    ]
+    assert [run.end(120) for run in runs] == [0, 0, 0], "\n".join(run.output for run in runs)
+    assert all("has shut down" in run.output for run in runs)
