@@ -36,10 +36,24 @@ from rayrpc._runtime.all_gather import (
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
 from rayrpc._runtime.invocation import Args, AsyncFunction, Function, Invocation, Kwargs, To
+from rayrpc._runtime.operators import check_operator
+from rayrpc._runtime.torch_names import (  # noqa: F401  as above
+    _cleanup_python_rpc_handler,
+    _invoke_rpc,
+    _rref_typeof_on_owner,
+    _rref_typeof_on_user,
+    _to_worker_info,
+    enable_gil_profiling,
+)
 from rayrpc._runtime.user_api import ModuleApi
 from rayrpc.errors import NotInitializedError
 from rayrpc.futures import wait_all as _wait_for_futures
-from rayrpc.internal import _internal_rpc_pickler
+from rayrpc.internal import (  # noqa: F401  torch's api has these names
+    PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+)
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rayrpc.rref import PyRRef, RRef
 from rayrpc.startup import choose_backend, open_backend
@@ -197,11 +211,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 agent.drain(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
     finally:
-        try:
-            _destroy_rref_context(_ignore_rref_leak)
-        finally:
-            agent.shutdown()
-            _reset_current_rpc_agent()
+        _finalize_shutdown()
+
+
+def _finalize_shutdown() -> None:
+    """Release the RRefs and stop the agent."""
+    try:
+        _destroy_rref_context(_ignore_rref_leak)
+    finally:
+        _get_current_rpc_agent().shutdown()
+        _cleanup_python_rpc_handler()
+        _reset_current_rpc_agent()
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
@@ -219,8 +239,11 @@ user_api = ModuleApi(sys.modules[__name__], LazyRemote, run_backward)
 
 
 def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation:
+    if isinstance(args, str) or not isinstance(args or (), Iterable):
+        raise TypeError(f"args must be a tuple of arguments, got {args!r}")
     if not callable(func):
         raise TypeError("function should be callable.")
+    check_operator(func, args or (), kwargs or {})
     if _default_pickler is _internal_rpc_pickler:
         return Invocation(func, args or (), kwargs or {})
     return internal.pickled_invocation(_default_pickler, func, args or (), kwargs or {})
@@ -366,7 +389,6 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     return _get_current_rpc_agent().get_worker_info(worker_name)
 
 
-@_require_initialized
 def get_rpc_timeout() -> float:
     """Return the default timeout of calls.
 
@@ -378,7 +400,7 @@ def get_rpc_timeout() -> float:
 
     Source: ``torch.distributed.rpc.get_rpc_timeout``.
     """
-    return _get_current_rpc_agent().rpc_timeout
+    return float(_get_current_rpc_agent().rpc_timeout)
 
 
 @_require_initialized

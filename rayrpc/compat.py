@@ -11,6 +11,8 @@ Python originals run instead), and profiling of remote operators.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
 import types
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from typing import Any
 __all__ = ["install", "is_installed", "uninstall"]
 
 RPC = "torch.distributed.rpc"
+NATIVE = "torch._C._distributed_rpc"
 
 # Modules of torch that a module of rayrpc stands for.
 MODULES = {
@@ -32,6 +35,7 @@ MODULES = {
 }
 
 # The same for modules that copy names when they are imported; programs usually import them late.
+# ``_Finder`` gives them to the import system, which then sets them on their packages, too.
 LATE_MODULES = {
     "torch.distributed.nn.api.remote_module": "rayrpc.nn",
     "torch.distributed.optim.optimizer": "rayrpc.optim",
@@ -90,6 +94,36 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ],
     (RPC, "RpcAgent", "rayrpc._runtime.agent", "Agent"),
     (RPC, "TensorPipeAgent", "rayrpc._runtime.agent", "Agent"),
+    (RPC, "_cleanup_python_rpc_handler", "rayrpc.api", "_cleanup_python_rpc_handler"),
+    (RPC, "enable_gil_profiling", "rayrpc.api", "enable_gil_profiling"),
+    # the native classes, which programs ask isinstance with, and getters
+    *[
+        (NATIVE, name, "rayrpc.api", name)
+        for name in (
+            "PyRRef",
+            "WorkerInfo",
+            "_cleanup_python_rpc_handler",
+            "_delete_all_user_and_unforked_owner_rrefs",
+            "_destroy_rref_context",
+            "_get_current_rpc_agent",
+            "_is_current_rpc_agent_set",
+            "_reset_current_rpc_agent",
+            "_rref_context_get_debug_info",
+            "_set_and_start_rpc_agent",
+            "_set_rpc_timeout",
+            "enable_gil_profiling",
+            "get_rpc_timeout",
+        )
+    ],
+    (NATIVE, "RpcAgent", "rayrpc._runtime.agent", "Agent"),
+    (NATIVE, "TensorPipeAgent", "rayrpc._runtime.agent", "Agent"),
+    (NATIVE, "RpcBackendOptions", "rayrpc.options", "RpcBackendOptions"),
+    (
+        NATIVE,
+        "_TensorPipeRpcBackendOptionsBase",
+        "rayrpc.options",
+        "_TensorPipeRpcBackendOptionsBase",
+    ),
     (RPC, "is_available", "rayrpc.compat", "is_available"),
     *[(RPC, name.rpartition(".")[2], module, None) for name, module in MODULES.items()],
     # modules of torch that copied names when they were imported
@@ -118,6 +152,12 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     ("torch.distributed.nn", "RemoteModule", "rayrpc.nn", "RemoteModule"),
     ("torch.distributed.optim", "DistributedOptimizer", "rayrpc.optim", "DistributedOptimizer"),
     ("torch.futures", "wait_all", "rayrpc.futures", "wait_all"),
+    # ranks that a Ctrl-C ends
+    *[
+        (module, name, "rayrpc.launch.child_ranks", name)
+        for module in ("torch.multiprocessing", "torch.multiprocessing.spawn")
+        for name in ("spawn", "start_processes")
+    ],
     # names that torch lacks
     (RPC, "as_completed", "rayrpc.futures", "as_completed"),
     (RPC, "lazy", "rayrpc.jit", "lazy"),
@@ -163,7 +203,7 @@ def install(jit: bool = False) -> None:
         from rayrpc.launch.process import set_install
 
         _install_rpc()
-        futures.make_awaitable()
+        futures.extend_futures()
         set_install(install)
     if jit:
         torchs, ours = map(importlib.import_module, ("torch.jit", "rayrpc.jit"))
@@ -174,8 +214,16 @@ def install(jit: bool = False) -> None:
 
 def _install_rpc() -> None:
     rpc = _rpc_package()
-    for name, home in {**MODULES, **LATE_MODULES}.items():
+    for name, home in MODULES.items():
         _set(sys.modules, name, importlib.import_module(home))
+    for name, home in LATE_MODULES.items():
+        if name in sys.modules:
+            module = importlib.import_module(home)
+            _set(sys.modules, name, module)
+            package, _, last = name.rpartition(".")
+            _set(sys.modules[package], last, module)
+    sys.meta_path.insert(0, _finder)
+    _replace_script_calls()
     for module_name, name, source, source_name in TABLE:
         target = rpc if module_name == RPC else sys.modules.get(module_name)
         # a module that was never imported has copied nothing
@@ -188,7 +236,7 @@ def _install_rpc() -> None:
 def uninstall() -> None:
     """Restore what ``install()`` replaced; without it, do nothing.
 
-    Futures stay awaitable: torch's class lacks the method that ``install()`` adds to it.
+    Futures can still be awaited, and interrupted: see ``futures.extend_futures``.
 
     Source: rayrpc's own.
     """
@@ -196,6 +244,8 @@ def uninstall() -> None:
         from rayrpc.launch.process import set_install
 
         set_install(None)
+        sys.meta_path.remove(_finder)
+        _finder.unload()
     while _undo:
         target, name, old = _undo.pop()
         if isinstance(target, dict):
@@ -207,6 +257,63 @@ def uninstall() -> None:
             delattr(target, name)
         else:
             setattr(target, name, old)
+
+
+_native_call: Any = None
+
+
+def _replace_script_calls() -> None:
+    global _native_call
+    kind = importlib.import_module("torch").ScriptFunction
+    _native_call = kind.__call__
+    _set(kind, "__call__", _call_scripted)
+
+
+def _call_scripted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a scripted function; where compiled code refuses RRefs of ours, its Python original."""
+    try:
+        return _native_call(self, *args, **kwargs)
+    except RuntimeError as exc:
+        original = getattr(self, "_torchdynamo_inline", None)
+        if original is None or "Expected a value of type 'RRef" not in str(exc):
+            raise
+        return original(*args, **kwargs)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds modules of rayrpc under torch's names for them."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self._spec: Any = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Return the spec of a module in ``LATE_MODULES``."""
+        if fullname not in LATE_MODULES:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: Any) -> Any:
+        """Return rayrpc's module."""
+        module = importlib.import_module(LATE_MODULES[spec.name])
+        self._spec = module.__spec__, module.__loader__
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        """Restore what the import system wrote into the module."""
+        self.loaded.append(module.__spec__.name)
+        module.__spec__, module.__loader__ = self._spec
+
+    def unload(self) -> None:
+        """Remove the modules that were loaded, so that torch's are from then on."""
+        for name in self.loaded:
+            package, _, last = name.rpartition(".")
+            if vars(sys.modules[package]).get(last) is sys.modules.pop(name, None):
+                delattr(sys.modules[package], last)
+        self.loaded.clear()
+
+
+_finder = _Finder()
 
 
 def _set(target: Any, name: str, value: Any) -> None:

@@ -24,6 +24,9 @@ def async_execution(fn: Callable[P, T]) -> Callable[P, T]:
     Returns:
         The same function, marked.
 
+    Raises:
+        TypeError: it is no function.
+
     Source: ``torch.distributed.rpc.functions.async_execution``.
 
     Example::
@@ -32,6 +35,9 @@ def async_execution(fn: Callable[P, T]) -> Callable[P, T]:
         def add_chained(to, x, y, z):
             return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda fut: fut.wait() + z)
     """
+
+    if not callable(fn):
+        raise TypeError(f"async_execution decorates a callable, not {fn!r}")
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,7 +4,8 @@ Futures of rayrpc are plain ``torch.futures.Future``.  Python cannot complete on
 only with a value that raises when it is read; torch's ``wait_all`` sees such an error after all
 Futures are done, this one at once.
 
-``await future`` needs a method that torch's class does not have; ``make_awaitable`` adds it.
+``extend_futures`` gives torch's class the method that ``await`` needs, and lets Ctrl-C interrupt
+``wait``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from torch.futures import Future, collect_all
@@ -27,8 +28,11 @@ __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 
+# scripted functions return Futures of the class below torch.futures.Future
+_AnyFuture: Any = Future.__mro__[1]
 
-def wait_all(futures: Sequence[Future[T]]) -> list[T]:
+
+def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     """Wait for all Futures, or for the first error.
 
     Args:
@@ -42,6 +46,7 @@ def wait_all(futures: Sequence[Future[T]]) -> list[T]:
 
     Source: ``torch.futures.wait_all``.
     """
+    futures = list(futures)
     if not futures:
         return []
     lock = threading.Lock()
@@ -62,7 +67,9 @@ def wait_all(futures: Sequence[Future[T]]) -> list[T]:
 
     for future in futures:
         future.add_done_callback(completed)
-    done.wait()
+    if not done.is_set():
+        release_reader()
+        done.wait()
     if errors:
         raise errors[0]
     return [future.wait() for future in futures]
@@ -76,12 +83,17 @@ class as_completed(Generic[T]):
         timeout (float | None): for all of them, in seconds; None: none.
 
     Raises:
+        TypeError: one of them is no Future.
         TimeoutError: by the iteration: not all were done in time.
 
     Source: ``concurrent.futures.as_completed``, ``asyncio.as_completed``.
     """
 
     def __init__(self, futures: Iterable[Future[T]], timeout: float | None = None) -> None:
+        futures = list(futures)
+        for future in futures:
+            if not isinstance(future, _AnyFuture):
+                raise TypeError(f"as_completed waits for Futures, not for {future!r}")
         self._futures = list(dict.fromkeys(futures))
         self._timeout = timeout
 
@@ -144,11 +156,28 @@ def _await(self: Any) -> Generator[Any, None, Any]:
     return self.wait()
 
 
-def make_awaitable() -> None:
-    """Give torch's Futures the method that ``await`` needs; idempotent.
+def extend_futures() -> None:
+    """Let torch's Futures be awaited, and their ``wait`` be interrupted; idempotent.
 
-    It is called by ``install()`` and at the start of an agent.  Nothing that torch's class had
-    changes.
+    It is called by ``install()`` and at the start of an agent.  Nothing else changes.
     """
     base: Any = Future.__mro__[1]  # of the Futures of ``then`` and ``collect_all``, too
     base.__await__ = _await
+    if not hasattr(base.wait, "__wrapped__"):
+        base.wait = _interruptible(base.wait)
+
+
+def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a ``wait`` that an interrupt ends; torch's blocks in C++, where none is seen."""
+
+    @functools.wraps(wait)
+    def wait_until_done(self: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not self.done():
+            done = threading.Lock()
+            done.acquire()
+            self.add_done_callback(lambda _: done.release())
+            release_reader()
+            done.acquire()
+        return wait(self)
+
+    return wait_until_done

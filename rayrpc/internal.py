@@ -5,6 +5,7 @@ The names are those of ``torch.distributed.rpc.internal``.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._runtime.serialization.codec import add_reducer, dump_tables, load_tables
-from rayrpc._runtime.serialization.remote_errors import RemoteException
+from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, rebuild
 from rayrpc.functions import async_execution
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
@@ -133,6 +134,30 @@ def pickled_invocation(pickler: Any, func: Any, args: Any, kwargs: Any) -> Invoc
     data, tensors = pickler.serialize(PythonUDF(func, args, kwargs))
     is_async = hasattr(func, "_wrapped_async_rpc_function")
     return Invocation(run_pickled_async if is_async else run_pickled, (data, tensors))
+
+
+def _run_function(python_udf: PythonUDF) -> Any:
+    """Run a function; return its result, or a RemoteException."""
+    try:
+        return python_udf.func(*python_udf.args, **python_udf.kwargs)
+    except Exception as exc:
+        return describe(exc, current.get_agent().info, pickle.dumps)
+
+
+def _handle_exception(result: Any) -> None:
+    """Raise the error that a RemoteException describes; do nothing with another result."""
+    if isinstance(result, RemoteException):
+        raise rebuild(result, keeps_type=True)
+
+
+def _start_record_function(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
+) -> Any:
+    """Return a profiler's range, which has begun, with the name of a call's event."""
+    key = _build_rpc_profiling_key(exec_type, func_name, current_worker_name, dest_worker_name)
+    record = torch.autograd.profiler.record_function(key)
+    record.__enter__()
+    return record
 
 
 def _build_rpc_profiling_key(

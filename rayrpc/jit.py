@@ -16,6 +16,7 @@ import torch
 from torch.futures import Future
 
 from rayrpc import api
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start_task
@@ -120,6 +121,7 @@ def wait(future: Future[T]) -> T:
 
     Source: ``torch.jit.wait``.
     """
+    release_reader()
     result: T = future.wait() if isinstance(future, Future) else _torch_wait(future)
     return result
 

@@ -206,10 +206,6 @@ class RemoteModule(nn.Module):
         module._refer_to(module_rref)
         return module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``; a RemoteModule has no hooks of its own."""
-        return forward(self, *args, **kwargs)
-
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """Return RRefs of the module's parameters, for a ``DistributedOptimizer``.
 
@@ -334,6 +330,7 @@ def _reduce(module: RemoteModule) -> Any:
 
 def _rebuild(*sent: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
+    nn.Module.__init__(module)
     module.__dict__.update(zip(_PICKLED, sent, strict=True))
     _install_methods(module)
     return module

@@ -29,7 +29,9 @@ class DistributedOptimizer:
 
     Args:
         optimizer_class (type): a ``torch.optim.Optimizer``, or a class whose ``step`` takes the
-            list of gradients ("functional").
+            list of gradients ("functional"). Where torch has a functional one for a class (SGD,
+            Adam, AdamW, Adamax, Adagrad, Adadelta, RMSprop, Rprop), that is used, with its
+            defaults.
         params_rref (list[RRef[torch.Tensor]]): the parameters, leaves that require grad.
         args, kwargs: for the constructor of the optimizers, which is called once on each worker
             that owns a parameter.
@@ -56,9 +58,10 @@ class DistributedOptimizer:
         by_owner: dict[Any, list[RRef[TensorT]]] = {}
         for param in params_rref:
             by_owner.setdefault(param.owner(), []).append(param)
-        self.is_functional_optim = not issubclass(optimizer_class, torch.optim.Optimizer)
+        functional = _functional(optimizer_class)
+        self.is_functional_optim = not issubclass(functional, torch.optim.Optimizer)
         waits = [
-            api.rpc_async(worker, _make, args=(optimizer_class, params, args, kwargs)).wait
+            api.rpc_async(worker, _make, args=(functional, params, args, kwargs)).wait
             for worker, params in by_owner.items()
         ]
         self.remote_optimizers = _wait_for_all("be constructed", waits)
@@ -92,6 +95,15 @@ class DistributedOptimizer:
             if not each.is_owner()
         ]
         _wait_for_all("take its step", [*here, *there])
+
+
+def _functional(optimizer_class: Any) -> Any:
+    """Return torch's functional optimizer of the same name, or the class itself."""
+    if optimizer_class.__module__.startswith("torch.optim"):
+        from torch.distributed.optim.utils import functional_optim_map
+
+        return functional_optim_map.get(optimizer_class, optimizer_class)
+    return optimizer_class
 
 
 class _LocalOptimizer:

@@ -3,7 +3,7 @@
 import functools
 import os
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import targets
@@ -145,6 +145,11 @@ def test_async_execution_chains_calls_on_the_callee(workers):
         assert torch.equal(result, torch.full((2,), 3.0))
 
 
+def test_async_execution_decorates_functions_alone():
+    with pytest.raises(TypeError, match="async_execution decorates a callable, not 5"):
+        rpc.functions.async_execution(cast(Any, 5))
+
+
 def test_async_execution_holds_no_thread_while_it_waits(workers):
     # three times the threads of a worker: all must be there before the first is answered
     futures = [rpc.rpc_async("alice", targets.wait_for_all, args=(48,)) for _ in range(48)]
@@ -279,3 +284,14 @@ def test_tables_for_notebooks_show_the_members(workers):
     html = rpc._get_current_rpc_agent()._repr_html_()
     assert all(name in html for name in (*workers, "driver"))
     assert "alice" in rpc.get_worker_info("alice")._repr_html_()
+
+
+def test_a_future_that_the_program_completes_itself_harms_no_call(workers):
+    """As in torch, where the reply is then ignored."""
+    for number in range(5):
+        future = rpc.rpc_async("alice", targets.nap, args=(0.05, "late"))
+        future.set_result(number)
+        assert future.wait() == number
+        others = [rpc.rpc_async("alice", targets.nap, args=(0.1, each)) for each in range(3)]
+        assert [other.wait() for other in others] == [0, 1, 2]
+    assert rpc.rpc_sync("alice", targets.add, args=(1, 2)) == 3

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import targets
@@ -18,9 +18,9 @@ import rayrpc as rpc
 from rayrpc import autograd, errors
 from rayrpc._runtime.coroutines import Coroutines
 from rayrpc.functions import async_execution
-from rayrpc.futures import Future, as_completed, collect_all, make_awaitable
+from rayrpc.futures import Future, as_completed, collect_all, extend_futures
 
-WAIT = 60
+WAIT = 60.0
 
 rpc_async: Any = rpc.rpc_async  # its Futures can be awaited, which torch's types do not say
 
@@ -111,8 +111,8 @@ class Gate:
 
 class TestAwait:
     @pytest.fixture(autouse=True)
-    def awaitable(self):
-        make_awaitable()  # as the first agent does
+    def extended(self):
+        extend_futures()  # as the first agent does
 
     def test_a_future_gives_its_value(self, workers):
         async def main():
@@ -227,6 +227,10 @@ class TestAsCompleted:
 
     def test_of_nothing_comes_nothing(self):
         assert list(as_completed([])) == []
+
+    def test_of_what_is_no_future_is_an_error(self):
+        with pytest.raises(TypeError, match="Future"):
+            as_completed([Future(), cast(Any, 5)])
 
 
 # -- async functions as targets -------------------------------------------------------------------

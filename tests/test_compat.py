@@ -1,6 +1,7 @@
 """rayrpc in the place of ``torch.distributed.rpc``, and out of it again."""
 
 import importlib
+import subprocess
 import sys
 from typing import Any
 
@@ -135,6 +136,29 @@ def test_the_compiler_of_torchscript_knows_our_rref(installed):
     ours: Any = rayrpc
     assert jit_internal.RRef is ours.RRef
     assert jit_internal.is_rref(rayrpc.RRef[torch.Tensor])
+
+
+def test_modules_that_are_imported_late_are_on_their_packages(installed):
+    code = "import sys, rayrpc; rayrpc.install(); import torch.distributed.optim as o\n"
+    code += "import torch.distributed.nn as n; import rayrpc.nn\n"
+    code += "assert o.optimizer is sys.modules['rayrpc.optim']\n"
+    code += "assert n.api.remote_module is rayrpc.nn\n"
+    code += "assert rayrpc.nn.__spec__.name == 'rayrpc.nn'\n"
+    code += "assert o.DistributedOptimizer is rayrpc.optim.DistributedOptimizer\n"
+    code += "rayrpc.uninstall(); import torch.distributed.optim.optimizer as late\n"
+    code += "assert late.__name__ == 'torch.distributed.optim.optimizer'\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_native_classes_are_rayrpcs(installed):
+    from torch._C import _distributed_rpc as native
+
+    ours: Any = rayrpc
+    assert native.PyRRef is ours.RRef and native.WorkerInfo is ours.WorkerInfo
+    assert not native._is_current_rpc_agent_set()
+    options = torch.distributed.rpc.TensorPipeRpcBackendOptions()
+    assert isinstance(options, native._TensorPipeRpcBackendOptionsBase)
 
 
 def test_wait_all_is_safe_where_a_future_fails(installed):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from rayrpc import futures
 from rayrpc.futures import Future, collect_all, wait_all
 
-WAIT = 60
+WAIT = 60.0
 
 
 def done(value):
@@ -70,3 +73,31 @@ def test_of_two_errors_the_earlier_is_raised():
     with pytest.raises(KeyError, match="earlier"):
         wait_all([first, second])
     waiter.join()
+
+
+@pytest.mark.parametrize("make", [Future, lambda: Future().then(lambda done: done.value())])
+def test_an_interrupt_ends_a_wait_in_the_main_thread(make):
+    futures.extend_futures()
+    future = make()
+    timers = [
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(4 * WAIT, future.set_result, (1,)),  # ends a test that fails
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    for timer in timers:
+        timer.cancel()
+        timer.join()
+    assert not future.done()
+    threading.Timer(0.1, future.set_result, (2,)).start()
+    assert future.wait() == 2
+
+
+def test_extending_futures_again_changes_nothing():
+    futures.extend_futures()
+    base: Any = torch.futures.Future.__mro__[1]
+    before = base.wait
+    futures.extend_futures()
+    assert base.wait is before

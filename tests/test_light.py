@@ -10,15 +10,20 @@ import targets
 from conftest import ROOT
 
 import rayrpc as rpc
-from rayrpc._protocol.membership import Group, Member
+from rayrpc._protocol.group import Group
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.rendezvous import owned_key
 from rayrpc._transports import open_transport
+from rayrpc._transports.process_origin import this_origin
 from rayrpc._transports.ray import directory as ray_directory
 from rayrpc._transports.ray.directory import DirectoryActor
 
 LIGHT = [
     "rayrpc",
+    "rayrpc._protocol.group",
     "rayrpc._protocol.membership",
     "rayrpc._protocol.messages",
+    "rayrpc._transports.process_origin",
     "rayrpc._transports.ray.directory",
     "rayrpc._transports.ray.endpoint",
     "rayrpc._transports.ray.local_cluster",
@@ -27,6 +32,7 @@ LIGHT = [
     "rayrpc.errors",
     "rayrpc.launch.hosted",
     "rayrpc.launch.output",
+    "rayrpc.launch.output_relay",
     "rayrpc.launch.program",
 ]
 
@@ -67,7 +73,8 @@ def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
     try:
         assert rpc.rpc_sync("driver", targets.add, args=(1, 1)) == 2
         me = rpc._get_current_rpc_agent().member
-        directory = ray.get_actor("rayrpc-directory:light", namespace=rpc.settings().namespace)
+        name = f"rayrpc-directory:{owned_key('light', this_origin())}"
+        directory = ray.get_actor(name, namespace=rpc.settings().namespace)
         assert not has_torch(directory)
         assert not has_torch(me.address.find())
     finally:

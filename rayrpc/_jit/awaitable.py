@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc._concurrency.reader import release_reader
 
 __all__ = [
     "Await",
@@ -61,8 +62,14 @@ class Await(Generic[W]):
         """
         outcome: Outcome[W] | None = self._await_outcome
         if outcome is None:
-            with self._await_lock:
+            lock = self._await_lock
+            if not lock.acquire(blocking=False):  # another thread computes it
+                release_reader()
+                lock.acquire()
+            try:
                 outcome = self._await_outcome or self._await_compute()
+            finally:
+                lock.release()
         return outcome.unwrap()
 
     def _wait_impl(self) -> W:

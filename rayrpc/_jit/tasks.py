@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from rayrpc._autograd.hook import call_without_context, start_without_context
 from rayrpc._concurrency.outcome import Error, Outcome, attempt, complete
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.functions import async_execution
@@ -92,7 +93,8 @@ class _Workers:
     """The workers that run this process's tasks, and how many each runs now."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for a few instructions: replies need it, too
+        self._starting = threading.Lock()
         self._tasks: dict[str, int] = {}
         self._turn = itertools.count()
 
@@ -102,11 +104,15 @@ class _Workers:
         Args:
             start_workers: called if there are no workers for tasks.
         """
-        with self._lock:
-            names = self._members()
-            if not names:
-                start_workers(WORKER_PREFIX)
+        names = self._members()
+        if not names:
+            release_reader()
+            with self._starting:
                 names = self._members()
+                if not names:
+                    start_workers(WORKER_PREFIX)
+                    names = self._members()
+        with self._lock:
             first = next(self._turn) % len(names)
             name = min(names[first:] + names[:first], key=lambda name: self._tasks.get(name, 0))
             self._tasks[name] = self._tasks.get(name, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
 from rayrpc._protocol.membership import Change, Member, Snapshot
@@ -25,8 +27,8 @@ from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import GroupError, WorkerDiedError
-from rayrpc.options import TensorPipeRpcBackendOptions
+from rayrpc.errors import ConfigError, GroupError, WorkerDiedError
+from rayrpc.options import TensorPipeRpcBackendOptions, to_seconds
 
 __all__ = ["Agent"]
 
@@ -35,6 +37,11 @@ logger = logging.getLogger(__name__)
 DRAIN_POLL_SECONDS = 0.002
 # Directory.sync gets this long at least, also if draining used up the timeout.
 MIN_SYNC_SECONDS = 0.1
+# How long a worker that leaves waits until the calls that it serves are replied to.
+REPLY_SECONDS = 2.0
+
+# Torch counts timeouts in whole milliseconds, and 0 is none.
+MIN_TIMEOUT_SECONDS = 0.001
 
 
 class Agent:
@@ -101,7 +108,7 @@ class Agent:
     def start(self) -> None:
         """Serve calls, and follow the directory, from now on."""
         self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
-        self._directory.follow(self._snapshot.version, self._apply)
+        self._directory.follow(self._snapshot.version, self._apply, self._on_expelled)
 
     @property
     def hooks(self) -> list[Hook]:
@@ -128,21 +135,23 @@ class Agent:
         """Return a call's timeout in seconds; None: it has none.
 
         Args:
-            timeout: as the user gives it: -1 is the default, 0 is none.
+            timeout: as the user gives it: -1 is the default, 0 is none, and so is less than a
+                millisecond, as in torch.
 
         Raises:
-            TypeError, ValueError: it is no number, or negative.
+            TypeError: it is no real number.
+            ConfigError: it is negative or NaN.
         """
+        if type(timeout) is not float:
+            timeout = to_seconds(timeout)
         if timeout == -1:
             return self._worker.default_timeout
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
         if not timeout >= 0:
-            raise ValueError(
+            raise ConfigError(
                 f"timeout must be 0 (none) or more seconds, got {timeout}; leave it out for the "
                 "default"
             )
-        return timeout or None
+        return None if timeout < MIN_TIMEOUT_SECONDS or timeout == math.inf else timeout
 
     # -- members ------------------------------------------------------------------------------
 
@@ -179,6 +188,11 @@ class Agent:
         """
         if worker is None:
             return self.info
+        if not isinstance(worker, (str, int, WorkerInfo)):
+            raise TypeError(
+                "incompatible function arguments: a worker is given by its name or id, not by "
+                f"{worker!r}"
+            )
         member = self.lookup(worker)
         return WorkerInfo(member.name, member.id)
 
@@ -211,6 +225,19 @@ class Agent:
             else:
                 self._on_peer_lost(change)
         self._members.notify()
+
+    def _on_expelled(self, reason: str) -> None:
+        """Lose all other members: the group has declared this one lost, and refuses its calls."""
+        me = self.member
+        logger.error(
+            "RPC worker %r is no member of its group any more: %s. Its calls fail; restart it.",
+            me.name,
+            reason,
+        )
+        cause = f"the group has declared {me.name!r}, this worker, lost: {reason}"
+        for member in self._members.all():
+            if member.token != me.token:
+                self._on_peer_lost(Change(0, "died", member, cause))
 
     def _on_peer_lost(self, change: Change) -> None:
         member = change.member
@@ -266,6 +293,7 @@ class Agent:
         Raises:
             GroupError: a member did not report in time.
         """
+        release_reader()
         deadline = Deadline(timeout or None)
         last: dict[str, Any] | None = None
         round_number = 0
@@ -276,6 +304,7 @@ class Agent:
                 left = max(MIN_SYNC_SECONDS, left)
             mine = (self.caller.sent, self.callee.served)
             tag = f"join-{self._joins}-{round_number}"
+            self.rrefs.keep_leaks()
             reports = self._directory.sync(tag, mine, left)
             if reports == last:
                 self._joins += 1
@@ -292,12 +321,14 @@ class Agent:
         Raises:
             GroupError: it still does after that.
         """
+        release_reader()
         deadline = Deadline(timeout or None)
-        while self.caller.active or self.callee.active:
+        while self.caller.active or self.callee.active_for(self._members.find):
             if deadline.expired:
+                served = self.callee.active_for(self._members.find)
                 raise GroupError(
                     f"RPC worker {self.info.name!r} still has calls under way after {timeout} s: "
-                    f"{self.caller.active} of its own, {self.callee.active} of others"
+                    f"{self.caller.active} of its own, {served} of others"
                 )
             time.sleep(DRAIN_POLL_SECONDS)
 
@@ -316,6 +347,7 @@ class Agent:
         for callback in self._on_shutdown:
             callback()
         self._closed = True
+        self._flush_replies()
         self._directory.close()
         self._directory.leave()
         self.caller.close()
@@ -326,6 +358,16 @@ class Agent:
         self._transport.close()
         self._replies.close()
         self._threads.close()
+
+    def _flush_replies(self) -> None:
+        """Wait until the functions that run are replied to, for some time at most.
+
+        Members that learn that this worker has left fail their calls to it.
+        """
+        deadline = Deadline(REPLY_SECONDS)
+        while self._slots.free < self._slots.limit and not deadline.expired:
+            time.sleep(DRAIN_POLL_SECONDS)
+        self._transport.flush_replies(deadline.within(REPLY_SECONDS))
 
     # -- inspection ---------------------------------------------------------------------------
 

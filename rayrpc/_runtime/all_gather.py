@@ -3,6 +3,9 @@
 Each worker sends its object to the leader, the first by name; the leader sends all objects to all.
 If a member dies, the gathering fails with its WorkerDiedError.  At shutdown only survivors count:
 the gathering goes on without the dead, and the next by name succeeds a dead leader.
+
+Workers take part in the gatherings of the same names in the same order; those of ``shutdown`` are
+numbered by themselves, since a worker that waits in it may serve a call that gathers.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import GroupError, WorkerDiedError
@@ -86,10 +90,10 @@ def gather(
     """
     me = agent.get_worker_info().name
     with _all_gather_dict_lock:
-        concat_names = "".join(sorted(names))
-        number = _all_gather_sequence_id.get(concat_names, 0)
-        _all_gather_sequence_id[concat_names] = number + 1
-        sequence_id = f"{concat_names}{number}"
+        series = ("shutdown! " if survivors else "") + " ".join(sorted(names))
+        number = _all_gather_sequence_id.get(series, 0)
+        _all_gather_sequence_id[series] = number + 1
+        sequence_id = f"{series} {number}"
         states = _all_gather_sequence_id_to_states[sequence_id]
     rpc_timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     # as in torch: only a time-out given here bounds the wait for slow members
@@ -154,6 +158,7 @@ def _send_to_followers(
         for name in sorted(_living(agent, names) - {me})
     }
     errors: list[tuple[str, RuntimeError]] = []
+    release_reader()
     for name, future in futures.items():
         try:
             future.wait()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import perf_counter
-from types import CoroutineType
+from types import BuiltinFunctionType, CoroutineType
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
-from rayrpc._protocol.transport import Deferred
+from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.operators import as_schema_says, run_operator
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
@@ -50,11 +53,23 @@ class Callee:
         self._short = LatencyProfile(SHORT_SECONDS)
         self._lock = threading.Lock()
         self.active = 0
+        self._active_of: Counter[int] = Counter()  # by the caller's id
         self.served = 0
+        #: called when a function has ended, before its caller learns that
+        self.before_reply: Callable[[], None] | None = None
 
     def close(self) -> None:
         """End the async functions that run."""
         self._coroutines.close()
+
+    def active_for(self, is_member: Callable[[int], object]) -> int:
+        """Return the number of calls under way whose callers wait for them.
+
+        Args:
+            is_member: tells whether the worker with an id is a member; others were lost.
+        """
+        with self._lock:
+            return sum(count for caller, count in self._active_of.items() if is_member(caller))
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""
@@ -73,6 +88,7 @@ class Callee:
             return self._fetch(frame)
         with self._lock:
             self.active += 1
+            self._active_of[frame.src] += 1
             self.served += 1
         cell = None
         if frame.kind is Kind.REMOTE:
@@ -86,13 +102,14 @@ class Callee:
         deferred = Deferred()
 
         def run_later() -> None:
-            reply = self._run(frame, cell)
-            if isinstance(reply, Deferred):
-                reply.on_done(deferred.set)
-            else:
-                deferred.set(reply)
+            if not deferred.hold(lambda: self._slots.submit(run_later)):
+                _settle(deferred, frame, lambda: self._run(frame, cell))
 
-        self._slots.submit(run_later)
+        try:
+            self._slots.submit(run_later)
+        except RuntimeError as exc:  # no thread can be started
+            self._on_undecodable(frame)
+            return self._reply(frame, cell, Error(exc), None)
         return deferred
 
     # -- one call -----------------------------------------------------------------------------
@@ -146,9 +163,11 @@ class Callee:
         if value.done():
             return self._reply(frame, cell, attempt(value.value), call)
         deferred = Deferred()
-        value.add_done_callback(
-            lambda done: deferred.set(self._reply(frame, cell, attempt(done.value), call))
-        )
+
+        def reply(done: Any) -> Frame:
+            return self._reply(frame, cell, attempt(done.value), call)
+
+        value.add_done_callback(lambda done: _settle(deferred, frame, lambda: reply(done)))
         return deferred
 
     def _run_coroutine(
@@ -157,25 +176,24 @@ class Callee:
         """Reply when an async function returns (``async_execution``: when its Future is done)."""
         deferred = Deferred()
 
-        def ended(outcome: Outcome[Any]) -> None:
+        def reply(outcome: Outcome[Any]) -> Frame | Deferred:
             if frame.is_async and isinstance(outcome, Value):
-                reply = self._reply_when_done(frame, cell, outcome.value, call)
-                if isinstance(reply, Deferred):
-                    reply.on_done(deferred.set)
-                    return
-            else:
-                reply = self._reply(frame, cell, outcome, call)
-            deferred.set(reply)
+                return self._reply_when_done(frame, cell, outcome.value, call)
+            return self._reply(frame, cell, outcome, call)
 
         if call is not None:
             coroutine = stepwise(coroutine, lambda: self._hooked(call, "before_resume"))
-        self._coroutines.submit(coroutine, ended)
+        self._coroutines.submit(
+            coroutine, lambda outcome: _settle(deferred, frame, lambda: reply(outcome))
+        )
         return deferred
 
     def _reply(
         self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         try:
+            if self.before_reply is not None:
+                self.before_reply()
             if cell is not None:
                 return self._keep(frame, cell, outcome)
             if isinstance(outcome, Error):
@@ -184,6 +202,7 @@ class Callee:
         finally:
             with self._lock:
                 self.active -= 1
+                self._active_of[frame.src] -= 1
 
     def _keep(self, frame: Frame, cell: Cell, outcome: Outcome[Any]) -> Frame:
         """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
@@ -236,7 +255,9 @@ class Callee:
         if (outcome := cell.value) is not None:
             return self._fetched(frame, outcome, call)
         deferred = Deferred()
-        cell.on_done(lambda outcome: deferred.set(self._fetched(frame, outcome, call)))
+        cell.on_done(
+            lambda outcome: _settle(deferred, frame, lambda: self._fetched(frame, outcome, call))
+        )
         return deferred
 
     def _fetched(self, frame: Frame, outcome: Outcome[Any], call: IncomingCall | None) -> Frame:
@@ -266,7 +287,7 @@ class Callee:
         except SerializationError as exc:
             named = SerializationError(f"A result of RPC worker {self._me.name!r} {exc}")
             return self._error(frame, named)
-        except Exception as exc:
+        except BaseException as exc:  # pickling runs users' code, which may exit
             return self._error(frame, exc)
         return self._frame(frame, Kind.VALUE, payload, meta)
 
@@ -294,6 +315,15 @@ class Callee:
         )
 
 
+def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferred]) -> None:
+    """Set a late reply to ``frame``, to an ERROR frame if ``reply`` itself raises."""
+    made = served(lambda *_: reply(), frame)
+    if isinstance(made, Deferred):
+        made.on_done(deferred.set)
+    else:
+        deferred.set(made)
+
+
 # a scripted function returns a future of the class below torch.futures.Future
 _AnyFuture: Any = Future.__mro__[1]
 
@@ -305,15 +335,9 @@ def _invoke(invocation: Invocation, is_async: bool) -> Any:
     inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
     if isinstance(inner, torch.jit.ScriptFunction):
         return _invoke_scripted(inner, invocation)
-    try:
-        return invocation()
-    except TypeError as exc:
-        if torch.jit._builtins._find_builtin(func) is None:
-            raise
-        # torch matches the schema before it sends, and says so in these words
-        raise RuntimeError(
-            f"Overloaded torch operator invoked from Python failed to match any schema:\n{exc}"
-        ) from exc
+    if type(func) is BuiltinFunctionType:
+        return run_operator(*invocation)
+    return as_schema_says(func, invocation())
 
 
 def _invoke_scripted(func: Any, invocation: Invocation) -> Any:

@@ -26,7 +26,7 @@ from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
-from rayrpc._runtime.serialization.remote_errors import rebuild
+from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
@@ -35,6 +35,8 @@ __all__ = ["Caller", "Send"]
 
 # How often a blocking call checks whether its own worker was shut down.
 POLL_SECONDS = 0.5
+# Polls after the loss of a peer in which a reply that arrived before may be read.
+LOSS_POLLS = 2
 
 NOTHING = Invocation(lambda: None)  # what a fetch runs
 
@@ -58,6 +60,7 @@ class _Request:
         timeout: in seconds; None: none.
         lent: handles that must live until the reply is there.
         call: what hooks know of it; None if no hook takes part.
+        keeps_type: an error is raised by ``to_here``; see ``remote_errors``.
     """
 
     to: Member
@@ -65,6 +68,7 @@ class _Request:
     timeout: float | None
     lent: tuple[Any, ...] = ()
     call: OutgoingCall | None = None
+    keeps_type: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -82,9 +86,11 @@ class _OpenCall:
     request: _Request
     done: Done
     on_created: Callable[[], None] | None = None
+    has_outcome: bool = False  # ``finish`` follows
 
     def on_reply(self, outcome: Outcome[Frame]) -> None:
         """Take the outcome from a thread of the transport."""
+        self.has_outcome = True
         # The reply to ``remote`` has nothing to decode, and no user's code waits for it.
         is_cheap = self.on_created is not None and not _may_run_users_code(outcome)
         if is_cheap or is_reader():
@@ -145,6 +151,7 @@ class Caller:
             return self._post(_Request(to, frame.call_id, timeout, payload.lent), frame)
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
+            release_reader()
             return lambda unwanted=None: future.wait()
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
@@ -189,7 +196,7 @@ class Caller:
             creation = rref._begin_creation()
             for hook in hooks:
                 rref._set_future(hook.after_send(call, rref._get_future()))
-            request = _Request(to, frame.call_id, timeout, payload.lent, call)
+            request = _Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
             # a late reply counts too: the owner has the RRef from then on
             on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
             self._start(_OpenCall(self, request, creation.set, on_created), frame)
@@ -205,7 +212,7 @@ class Caller:
                 meta = _meta(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
         frame.rref_id = rref_id
-        return self._post(_Request(to, frame.call_id, timeout, call=call), frame)()
+        return self._post(_Request(to, frame.call_id, timeout, call=call, keeps_type=True), frame)()
 
     def send_control(self, to: Member) -> None:
         """Send the pending messages of the RRef protocol for a worker."""
@@ -227,9 +234,9 @@ class Caller:
             self.threads.submit(task)
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
-        """Fail the calls to a worker that left or died."""
+        """Fail the calls to a worker that left or died, but for those whose reply has arrived."""
         for call_id, call in list(self._open.items()):
-            if call.request.to.token == peer.token:
+            if call.request.to.token == peer.token and not call.has_outcome:
                 self._fail(call_id, error)
 
     def close(self) -> None:
@@ -286,6 +293,7 @@ class Caller:
     def _post(self, request: _Request, frame: Frame) -> Callable[..., Any]:
         """Send a call; return the function that waits for its value; see ``start``."""
         release_reader()
+        frame.is_stable = True  # the caller waits
         self._waiting[request.id] = None
         with self._lock:
             self.sent += 1
@@ -301,7 +309,7 @@ class Caller:
     ) -> Any:
         try:
             try:
-                reply = self._await(pending, request.timeout, unwanted)
+                reply = self._await(request, pending, unwanted)
             except TimeoutError:
                 pending.on_done(functools.partial(self._on_late_reply, request))
                 raise _timed_out(request.timeout) from None
@@ -310,16 +318,23 @@ class Caller:
             del self._waiting[request.id]
 
     def _await(
-        self, pending: Pending, timeout: float | None, unwanted: Callable[[], bool] | None
+        self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None
     ) -> Frame:
+        timeout = request.timeout
         end = math.inf if timeout is None else time.monotonic() + timeout
         left = POLL_SECONDS if timeout is None else timeout
+        deaths = 0
         while True:
             try:
                 return pending.wait(left if left < POLL_SECONDS else POLL_SECONDS)
             except TimeoutError:
                 if self._closed:
                     raise _shut_down() from None
+                death = self._worker.members.death_of(request.to)
+                if death is not None:  # the transport may learn of it much later
+                    deaths += 1
+                    if deaths > LOSS_POLLS:
+                        raise death from None
                 left = end - time.monotonic()
                 if left <= 0 or (unwanted is not None and unwanted()):
                     raise
@@ -369,7 +384,8 @@ class Caller:
         if reply.control or reply.ack:
             self._rrefs.on_control(request.to.id, reply.ack, reply.control)
         if reply.kind is not Kind.VALUE:
-            raise rebuild(*pickle.loads(reply.data))
+            remote = RemoteException(*pickle.loads(reply.data))
+            raise rebuild(remote, request.keeps_type)
         value = worker.codec.decode(reply.data, reply.buffers, reply.forks)
         if reply.forks:
             self._rrefs.flush()

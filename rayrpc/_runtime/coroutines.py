@@ -2,7 +2,8 @@
 
 The coroutines of a worker share one loop, because asyncio's locks and queues belong to a loop.  If
 a coroutine blocks the loop, the loop is retired: it keeps its coroutines, and new ones run on
-another loop.  Else two workers that call one another could wait for ever.
+another loop.  Else two workers that call one another could wait for ever.  A coroutine that raises
+SystemExit or KeyboardInterrupt ends alone: its loop goes on.
 
     IDLE ── submit ──> CURRENT ── blocked ──> RETIRED ── last coroutine done ──> closed
 """
@@ -49,19 +50,23 @@ class Coroutines:
         self._closed = False
 
     def submit(self, coroutine: Coroutine[Any, Any, Any], done: Done) -> None:
-        """Run a coroutine; ``done`` is called with its outcome."""
+        """Run a coroutine; ``done`` is called with its outcome, here if no loop can be started."""
         with self._lock:
             if self._closed:
                 coroutine.close()
                 return
             self._queue.append((coroutine, done))
-            self._wake()
-            if self._guard is None:
-                self._guard = threading.Thread(
-                    target=self._watch, name=f"{self._name}-guard", daemon=True
-                )
-                self._guard.start()
-        self._waiting.set()
+            try:
+                self._start_guard()
+                self._wake()
+            except (RuntimeError, OSError) as exc:  # no thread, or no descriptor
+                self._queue.pop()
+                error = Error(exc)
+            else:
+                self._waiting.set()
+                return
+        coroutine.close()
+        done(error)
 
     def close(self) -> None:
         """Cancel all coroutines and stop the loops."""
@@ -74,6 +79,12 @@ class Coroutines:
         self._waiting.set()
         for loop in loops:
             loop.end()
+
+    def _start_guard(self) -> None:
+        if self._guard is None:
+            guard = threading.Thread(target=self._watch, name=f"{self._name}-guard", daemon=True)
+            guard.start()
+            self._guard = guard
 
     def _wake(self) -> None:
         """Have the current loop, made if need be, take from the queue."""
@@ -98,7 +109,8 @@ class Coroutines:
             if self._current is loop:
                 self._current = None
                 if self._queue:
-                    self._wake()
+                    with contextlib.suppress(RuntimeError, OSError):  # the guard tries again
+                        self._wake()
             if ends:
                 self._loops.discard(loop)
 
@@ -112,7 +124,10 @@ class Coroutines:
                 self._waiting.clear()
                 if self._queue:
                     self._waiting.set()
-            elif taken == self._taken and loop is not None:
+            elif loop is None:
+                with self._lock, contextlib.suppress(RuntimeError, OSError):
+                    self._wake()
+            elif taken == self._taken:
                 loop.retire()
 
 
@@ -131,8 +146,13 @@ class _Loop:
         self._is_retired = False
         #: it waits for ``wake``
         self.is_idle = True
+        self._is_ended = False
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError:
+            self._loop.close()
+            raise
 
     def wake(self) -> None:
         """Have the loop take from the queue."""
@@ -149,21 +169,33 @@ class _Loop:
 
     def end(self) -> None:
         """Stop the loop and cancel its coroutines."""
-        self._is_retired = True
+        self._is_retired = self._is_ended = True
         with contextlib.suppress(RuntimeError):  # it has just ended by itself
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         with on_block(self.retire):
-            self._loop.run_forever()
+            self._run_until(lambda: self._is_ended or (self._is_retired and not self._count))
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            gathered = asyncio.gather(*tasks, return_exceptions=True)
+            gathered.add_done_callback(lambda _: self._loop.stop())
+            self._run_until(gathered.done)
         self._loop.close()
         self._leave(self, True)
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        """Run the loop until it is stopped and ``is_over``.
+
+        A task that raises SystemExit or KeyboardInterrupt is done, but asyncio raises these from
+        the loop too, which forgets that it was to stop.
+        """
+        while not is_over():
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
 
     def _next(self) -> None:
         taken = self._take(self)
@@ -183,8 +215,10 @@ class _Loop:
             outcome = Error(RuntimeError("the coroutine was cancelled"))
         except BaseException as exc:
             outcome = Error(exc)
-        done(outcome)
-        self._end_if_empty()
+        try:
+            done(outcome)
+        finally:
+            self._end_if_empty()
 
     def _end_if_empty(self) -> None:
         if self._is_retired and not self._count:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc.errors import RpcError, WorkerDiedError
@@ -90,7 +91,9 @@ class Members:
             found = self._by_id.get(to.id)
             if found is not None and found.name != to.name:
                 found = None
-        elif isinstance(to, int) and not isinstance(to, bool):
+            if found is None and self.death_of_owner(to) is None:
+                found = self._by_name.get(to.name)  # made by hand: torch goes by the name
+        elif isinstance(to, int):
             found = self._by_id.get(to)
         else:
             raise ValueError(f"Cannot get WorkerInfo from name {to}")
@@ -106,6 +109,7 @@ class Members:
             if matches(member) and member.name not in self._by_name:
                 return member
         if not self.is_static:
+            release_reader()
             for member in self._fetch():
                 if matches(member):
                     self.add(member)
@@ -163,6 +167,10 @@ class Members:
             False if it did not become true in time.
         """
         deadline = Deadline(timeout)
+        with self._changed:
+            if ready():
+                return True
+        release_reader()
         with self._changed:
             while not ready():
                 if deadline.expired:

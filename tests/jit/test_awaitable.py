@@ -18,7 +18,7 @@ from rayrpc._jit.awaitable import Await
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc.jit import awaitable, awaitable_nowait, awaitable_wait
 
-WAIT = 60
+WAIT = 60.0
 
 
 @pytest.fixture

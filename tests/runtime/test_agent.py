@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from rayrpc._concurrency.outcome import Error
 from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
 from rayrpc._protocol.transport import PendingReply
+from rayrpc._runtime import agent
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
@@ -502,6 +504,14 @@ def test_a_death_ends_the_calls_that_wait_for_it_at_once(a, b, func, way):
     assert (error.worker, error.cause) == ("b", "killed by the test")
 
 
+def test_a_loss_ends_a_call_of_which_the_transport_learns_nothing(a, b, monkeypatch):
+    monkeypatch.setattr(a.transport, "call", lambda peer, frame: PendingReply())
+    member = a.find(b)
+    threading.Timer(0.1, a.agent._apply, [[Change(0, "died", member, "silent")]]).start()
+    with pytest.raises(WorkerDiedError, match="silent"):
+        a.agent.caller.sync(member, Invocation(add, (1, 2)), WAIT)
+
+
 def test_calls_to_a_worker_that_is_gone_fail_at_once(a, b):
     rref = a.remote(b, add, 1, 2)
     assert rref.to_here() == 3
@@ -556,6 +566,34 @@ def test_a_leaving_worker_is_gone_before_shutdown_returns(a, b):
     assert [m.name for m in a.agent.members()] == ["a"]
     with pytest.raises(WorkerDiedError, match="it has left the group"):
         a.sync("b", add, 1, 2)
+
+
+def test_a_leaving_worker_replies_first_to_the_calls_that_it_serves(a, b):
+    futures = [a.future(b, wait_for, "x") for _ in range(2)]
+    assert event("begun").wait(WAIT)
+    threading.Timer(0.2, event("x").set).start()
+    b.agent.shutdown()
+    assert [future.wait() for future in futures] == ["x", "x"]
+
+
+def test_a_reply_that_has_arrived_outlives_its_sender(a, b, monkeypatch):
+    tasks: list[Any] = []
+    monkeypatch.setattr(a.agent.caller, "threads", SimpleNamespace(submit=tasks.append))
+    future = a.future(b, add, 1, 2)
+    assert eventually(lambda: tasks)
+    b.agent.shutdown()
+    for task in tasks:
+        task()
+    assert future.wait() == 3
+
+
+def test_a_leaving_worker_waits_for_no_function_that_stays(a, b, monkeypatch):
+    monkeypatch.setattr(agent, "REPLY_SECONDS", 0.1)
+    future = a.future(b, wait_for, "x")
+    assert event("begun").wait(WAIT)
+    b.agent.shutdown()
+    with pytest.raises(WorkerDiedError, match="it has left the group"):
+        future.wait()
 
 
 def test_a_name_can_be_taken_again(a, b, start):
@@ -635,6 +673,35 @@ def test_join_waits_for_calls_of_all_members(a, b):
 def test_join_names_the_members_that_do_not_come(a, b):
     with pytest.raises(GroupError, match="b"):
         a.agent.join(timeout=0.2)
+
+
+def test_leaks_are_found_also_by_the_last_worker_that_looks(a, b, c):
+    of_b, of_c = b.remote(c, add, 1, 2), c.remote(b, add, 1, 2)
+    assert of_b.to_here() == of_c.to_here() == 3
+    of_gone = a.remote(c, add, 1, 2)
+    assert of_gone.to_here() == 3
+    del of_gone
+    assert eventually(a.is_empty)
+    workers = (a, b, c)
+    threads = [threading.Thread(target=w.agent.join, kwargs={"timeout": WAIT}) for w in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    c.agent.shutdown()  # releases its RRef, and loses that of b
+    assert eventually(lambda: not b.table.owned and not b.table.used)
+    with pytest.raises(RpcError, match=r"(?s)Leaking RRef .* with 1 forks\n.*with fork Id"):
+        b.agent.rrefs.check_leaks()
+    a.agent.rrefs.check_leaks()
+
+
+def test_an_rref_of_a_worker_that_left_long_ago_is_no_leak(a, b):
+    rref = a.remote(b, add, 1, 2)
+    assert rref.to_here() == 3
+    b.agent.shutdown()
+    assert eventually(a.is_empty)
+    a.agent.join(timeout=WAIT)
+    a.agent.rrefs.check_leaks()
 
 
 def test_a_static_group_is_whole_when_init_returns():

@@ -99,6 +99,8 @@ class RRefContext:
         self._lock = threading.Lock()
         self._unconfirmed: dict[GloballyUniqueId, list[threading.Event]] = {}
         self._dropped: queue.SimpleQueue[GloballyUniqueId | None] = queue.SimpleQueue()
+        # RRefs that were in use before their holders or owners left; see keep_leaks
+        self._kept_leaks: dict[GloballyUniqueId, str] | None = None
         self._closed = False
         threading.Thread(target=self._delete_dropped, name="rayrpc-rrefs", daemon=True).start()
 
@@ -271,7 +273,11 @@ class RRefContext:
     def on_peer_lost(self, worker: int) -> None:
         """Release the forks of a worker that left or died."""
         with self._lock:
+            before = {} if self._kept_leaks is None else self._leaks()
             effects = self._table.on_peer_lost(worker)
+            if self._kept_leaks is not None:
+                after = self._leaks()
+                self._kept_leaks |= {k: leak for k, leak in before.items() if k not in after}
         self._settle(effects)
         self.flush()
 
@@ -293,6 +299,7 @@ class RRefContext:
                 done = not self._table.used and self._table.is_settled()
             if done:
                 return True
+            release_reader()
             if deadline.expired:
                 logger.warning(
                     "owners of RRefs did not acknowledge their deletion in %s s, and keep the "
@@ -303,6 +310,14 @@ class RRefContext:
             self.flush()
             time.sleep(DELETE_POLL_SECONDS)
 
+    def keep_leaks(self) -> None:
+        """Have ``check_leaks`` report also RRefs that a worker releases by leaving from now on.
+
+        Workers pass the last barrier of ``shutdown`` together, and leave in any order.
+        """
+        with self._lock:
+            self._kept_leaks = {}
+
     def check_leaks(self) -> None:
         """Raise if RRefs are alive: owned ones with forks, or forks held here.
 
@@ -310,20 +325,24 @@ class RRefContext:
             RuntimeError: with the list of them.
         """
         with self._lock:
-            owned = [
-                f"Leaking RRef {rref_id} with {len(entry.forks)} forks"
-                for rref_id, entry in self._table.owned.items()
-            ]
-            used = [
-                f"Leaking RRef {entry.rref_id} with fork Id {fork_id}"
-                for fork_id, entry in self._table.used.items()
-            ]
-        if owned or used:
+            leaks = {**(self._kept_leaks or {}), **self._leaks()}
+        if leaks:
             raise RpcError(
-                "\n".join([*owned, *used])
+                "\n".join(leaks.values())
                 + "\nLeaking RRefs: delete all references to RRefs, on all workers, before "
                 "shutdown, or set torch.distributed.rpc.api._ignore_rref_leak to True."
             )
+
+    def _leaks(self) -> dict[GloballyUniqueId, str]:
+        owned = {
+            rref_id: f"Leaking RRef {rref_id} with {len(entry.forks)} forks"
+            for rref_id, entry in self._table.owned.items()
+        }
+        used = {
+            fork_id: f"Leaking RRef {entry.rref_id} with fork Id {fork_id}"
+            for fork_id, entry in self._table.used.items()
+        }
+        return owned | used
 
     def debug_info(self) -> dict[str, str]:
         """Return torch's counters."""

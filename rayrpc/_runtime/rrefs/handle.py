@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
+import torch
 from torch.futures import Future
 
 from rayrpc._concurrency.outcome import Error, Value, complete, fresh
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
 from rayrpc._runtime.rrefs import gradients
@@ -17,7 +19,7 @@ from rayrpc._runtime.rrefs.home import Home, get_home, is_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.serialization.codec import add_reducer, reduce_rref
 from rayrpc.errors import CallTimeoutError, RpcError
-from rayrpc.options import UNSET_RPC_TIMEOUT
+from rayrpc.options import UNSET_RPC_TIMEOUT, to_seconds
 
 __all__ = ["PyRRef", "RRef", "rref_maker"]
 
@@ -31,15 +33,16 @@ class RRef(Generic[T]):
 
     Args:
         value (object): the value.
-        type_hint (type, optional): accepted for TorchScript's sake.
+        type_hint (type, optional): of the value, if that is a ScriptModule.
 
     Raises:
-        RuntimeError: RPC is not initialized.
+        RuntimeError: RPC is not initialized, or a type is given for another value.
 
     Source: ``torch.distributed.rpc.RRef``.
     """
 
     __slots__ = (
+        "__dict__",
         "__weakref__",
         "_cell",
         "_creation",
@@ -62,6 +65,11 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         home = get_home()
+        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
+            raise RuntimeError(  # torch's text
+                "type_hint should only be specified when the RRef being created contains a "
+                "ScriptModule."
+            )
         self._fill(home, home.rrefs.new_id(), None, home.info, Cell(Value(value)))
 
     def _fill(
@@ -119,6 +127,7 @@ class RRef(Generic[T]):
             Exception: what the creating call raised.
         """
         if self._cell is not None:
+            to_seconds(timeout)
             return self.local_value()
         self._check("to_here() on it")
         self._raise_creation_error()
@@ -215,6 +224,8 @@ class RRef(Generic[T]):
             self._type = future
         if not blocking:
             return future
+        if not future.done():
+            release_reader()
         try:
             return future.wait()
         except BaseException:

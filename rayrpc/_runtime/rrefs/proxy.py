@@ -43,6 +43,9 @@ class RRefProxy(Generic[R]):
     def __getattr__(self, func_name: str) -> Callable[..., R]:
         return functools.partial(_call_method, self, func_name)
 
+    def __reduce__(self) -> Any:
+        return RRefProxy, (self.rref, self.rpc_api, self.rpc_timeout)
+
 
 def _call_method(proxy: RRefProxy[Any], func_name: str, /, *args: Any, **kwargs: Any) -> Any:
     rref, rpc_api, timeout = proxy.rref, proxy.rpc_api, proxy.rpc_timeout

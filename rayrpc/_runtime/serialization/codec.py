@@ -24,6 +24,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from rayrpc._concurrency.outcome import text_of
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import Fork, Payload
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
@@ -32,7 +33,13 @@ from rayrpc._runtime.serialization.recording import (
     reduce_parameter,
     reduce_recorded,
 )
-from rayrpc._runtime.serialization.tensors import reduce_array, reduce_tensor
+from rayrpc._runtime.serialization.tensors import (
+    SentInPartError,
+    Storages,
+    reduce_array,
+    reduce_tensor,
+    swap_storages,
+)
 from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
 
 __all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
@@ -43,6 +50,9 @@ NOT_ON_CALLEE = (
     " Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
     "caller and callee modules."
 )
+
+# Bytes of a pickle beside its buffers: with its header, less than 4 GiB.
+MAX_PICKLE = (1 << 32) - (1 << 24)
 
 
 class Sharer(Protocol):
@@ -262,11 +272,14 @@ class Codec:
                 whose caller keeps its forks until the reply.
 
         Raises:
-            SerializationError: it cannot be pickled, by reference or by value.
+            SerializationError: it cannot be pickled, by reference or by value, or is too large.
             NoDeviceError: a tensor in it is on a device that has no place there.
         """
         if type(obj) in _PLAIN:
-            return Payload(pickle.dumps(obj, 5), [])
+            data = pickle.dumps(obj, 5)
+            if len(data) > MAX_PICKLE:
+                raise _too_large(len(data))
+            return Payload(data, [])
         try:
             payload = self._dump(obj, to, devices, lends, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
@@ -292,12 +305,25 @@ class Codec:
             return self._dump(obj, to, devices, lends, by_value=True)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
             raise SerializationError(
-                f"cannot be sent to another worker: {exc}. Send only what pickle or cloudpickle "
-                "can take: keep locks, sockets, threads and generators where they are, and "
-                "share such objects through an RRef."
+                f"cannot be sent to another worker: {text_of(exc)}. Send only what pickle or "
+                "cloudpickle can take: keep locks, sockets, threads and generators where they "
+                "are, and share such objects through an RRef."
             ) from (first or exc)
 
     def _dump(
+        self, obj: Any, to: int | None, devices: DeviceMap | None, lends: bool, by_value: bool
+    ) -> Payload:
+        whole: frozenset[int] = frozenset()
+        while True:
+            outer = swap_storages(Storages(whole))
+            try:
+                return self._dump_once(obj, to, devices, lends, by_value)
+            except SentInPartError as exc:
+                whole |= {exc.address}
+            finally:
+                swap_storages(outer)
+
+    def _dump_once(
         self, obj: Any, to: int | None, devices: DeviceMap | None, lends: bool, by_value: bool
     ) -> Payload:
         encoding = _Encoding(self._sharer, to, lends, by_value, devices)
@@ -308,6 +334,8 @@ class Codec:
         _session.encoding = encoding
         try:
             pickler(file, protocol=5, buffer_callback=encoding.buffers.append).dump(obj)
+            if file.tell() > MAX_PICKLE:
+                raise _too_large(file.tell())
         except BaseException:
             for fork in encoding.forks:
                 self._sharer.unshare(fork)
@@ -323,6 +351,7 @@ class Codec:
         Raises:
             FunctionNotFoundError: it names a function, class or module that is not here.
             SerializationError: it cannot be unpickled.
+            RuntimeError: it raised an error that would end this thread, as SystemExit does.
         """
         if not forks:
             return self._load(data, buffers)
@@ -348,11 +377,28 @@ class Codec:
         try:
             return pickle.loads(data, buffers=buffers) if buffers else pickle.loads(data)
         except (AttributeError, ImportError) as exc:
-            raise FunctionNotFoundError(f"{exc}.{NOT_ON_CALLEE}") from exc
+            raise FunctionNotFoundError(f"{text_of(exc)}.{NOT_ON_CALLEE}") from exc
         except (pickle.UnpicklingError, EOFError, IndexError) as exc:
-            raise SerializationError(f"cannot be unpickled: {exc}") from exc
+            raise SerializationError(f"cannot be unpickled: {text_of(exc)}") from exc
+        except BaseException as exc:
+            is_ctrl_c = isinstance(exc, KeyboardInterrupt) and _is_main_thread()
+            if isinstance(exc, Exception) or is_ctrl_c:
+                raise
+            raise RuntimeError(f"{type(exc).__name__}: {text_of(exc)}") from exc
         finally:
             _session.sharer = outer
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _too_large(size: int) -> SerializationError:
+    return SerializationError(
+        f"cannot be sent to another worker: its pickle has {size} bytes beside its tensors, and "
+        f"{MAX_PICKLE} are possible. Send it in parts, or as tensors or arrays, which may be "
+        "larger."
+    )
 
 
 # -- picklers of users --------------------------------------------------------------------------

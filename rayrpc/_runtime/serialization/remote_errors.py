@@ -1,13 +1,16 @@
 """Errors of users' functions, from the callee to the caller.
 
-As in torch, the caller raises an exception of the same type, made from one string: the worker, the
-error and its traceback.  If the type cannot be made from one string, or not be imported, the caller
-raises a RuntimeError with that string.
+As in torch, the caller raises an exception that is made from one string: the worker, the error and
+its traceback.  ``to_here`` raises the error's own type.  ``rpc_sync`` and Futures do so in torch
+for ValueErrors and TypeErrors alone, and raise RuntimeErrors for all others: here these are of a
+class that is both, so that ``except RuntimeError`` finds them, and ``except`` of their own type,
+too.  If the type cannot be made from one string, or not be imported, it is a RuntimeError alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import re
 import sys
@@ -15,6 +18,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
+from rayrpc._concurrency.outcome import text_of
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc.errors import RpcError
 
@@ -36,6 +42,11 @@ class RemoteException(NamedTuple):
     type_name: str
     state: dict[str, Any]
 
+    @property
+    def exception_type(self) -> Any:
+        """The exception's type (torch's name); None if it cannot be sent."""
+        return pickle.loads(self.type_data) if self.type_data else None
+
 
 def describe(
     error: BaseException, worker: WorkerInfo, encode: Callable[[Any], bytes]
@@ -49,25 +60,25 @@ def describe(
         worker: this worker.
         encode: pickles a type for the caller.
     """
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # a class with a broken __repr__ must not hide the error
+    # the error's class may raise anything, SystemExit included, which must not hide the error
     try:
-        shown = repr(error)
-    except Exception:
-        shown = f"<{type(error).__qualname__} that cannot be shown>"
-    text = f"On {worker}:\n{shown}\n{trace}"
-    with contextlib.suppress(Exception):
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:
+        trace = "".join(traceback.format_tb(error.__traceback__))
+    text = f"On {worker}:\n{text_of(error, repr)}\n{trace}"
+    with contextlib.suppress(BaseException):
         print(text, file=sys.stderr)
     state = dict(vars(error)) if isinstance(error, RpcError) else {}
     try:
         pickle.dumps(state)
-    except Exception:
+    except BaseException:
         state = {}
+    kind = getattr(type(error), "_remote_type", type(error))
     try:
-        type_data = encode(type(error))
-    except Exception:
+        type_data = encode(kind)
+    except BaseException:
         type_data = b""
-    return RemoteException(text, type_data, type(error).__qualname__, state)
+    return RemoteException(text, type_data, kind.__qualname__, state)
 
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
@@ -78,11 +89,17 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([ntr\\'\"])", lambda found: _ESCAPES[found.group(1)], text)
 
 
-def rebuild(msg: str, type_data: bytes, type_name: str, state: dict[str, Any]) -> Exception:
-    """Return the exception to raise at the caller, for a ``RemoteException``."""
+def rebuild(remote: RemoteException, keeps_type: bool) -> Exception:
+    """Return the exception to raise at the caller.
+
+    Args:
+        remote: describes the error.
+        keeps_type: the exception has the error's type; else that, and RuntimeError.
+    """
+    msg, _, type_name, state = remote
     message = _unescape(msg)
     try:
-        kind = pickle.loads(type_data) if type_data else None
+        kind = remote.exception_type
         if kind is None:
             raise TypeError(f"{type_name} cannot be sent")
         if issubclass(kind, RpcError):
@@ -90,14 +107,44 @@ def rebuild(msg: str, type_data: bytes, type_name: str, state: dict[str, Any]) -
             known.args = (message,)
             vars(known).update(state)
             return known
-        error = kind(message)
+        make: Any = kind
+        if not keeps_type or issubclass(kind, torch.jit.Error):
+            make = _also_runtime_error(make)
+        error = make(message)
         if not isinstance(error, Exception):
             raise TypeError(f"{type_name} would end this thread")
     except BaseException as exc:
         failed = RuntimeError(
-            f"Failed to create original exception type. Error msg was {exc}"
+            f"Failed to create original exception type. Error msg was {text_of(exc)}"
             f" Original exception on remote side was {message}"
         )
         failed.__cause__ = exc
         return failed
+    return error
+
+
+@functools.lru_cache(1024)
+def _also_runtime_error(kind: Any) -> Any:
+    """Return a class of errors of a type that are RuntimeErrors, too, as torch's are."""
+    if issubclass(kind, (RuntimeError, TypeError, ValueError)):
+        return kind
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce__": _reduce,
+        "_remote_type": kind,
+    }
+    try:
+        return type(kind)(kind.__name__, (kind, RuntimeError), names)
+    except Exception:  # the class refuses to be inherited from
+        return RuntimeError
+
+
+def _reduce(error: Any) -> Any:
+    return _remake, (error._remote_type, error.args), dict(vars(error))
+
+
+def _remake(kind: Any, args: tuple[Any, ...]) -> Exception:
+    error: Exception = _also_runtime_error(kind)(*args)
     return error

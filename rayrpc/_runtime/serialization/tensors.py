@@ -2,8 +2,12 @@
 
 A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` over
 the tensor's own memory, so that encoding copies nothing.  The receiver's tensor uses the buffer of
-the received frame, which belongs to it alone.  Torch's reduction takes four to ten times as long,
-and copies.
+the received frame, or a copy if that lies in an object store.  Torch's reduction takes four to ten
+times as long, and copies.
+
+Tensors of one message that share a storage share one at the receiver, too, as in torch: the first
+one's bytes are sent, and others are views of it.  Where another has bytes that the first one lacks,
+the codec encodes the message again, and the whole storage is sent.
 
 Sparse, quantized and other layouts and subclasses keep torch's reduction; the dense tensors in them
 are reduced here.  For tensors on other devices see ``devices``.
@@ -12,14 +16,23 @@ are reduced here.  For tensors on other devices see ``devices``.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from rayrpc._runtime.serialization.recording import reduce_recorded
 
-__all__ = ["INLINE_BYTES", "NoDeviceError", "reduce_array", "reduce_tensor"]
+__all__ = [
+    "INLINE_BYTES",
+    "NoDeviceError",
+    "SentInPartError",
+    "Storages",
+    "reduce_array",
+    "reduce_tensor",
+    "swap_storages",
+]
 
 # Below this size a view is sent with the gaps between its elements, as torch does; above it,
 # when the gaps weigh more than the elements, it is made contiguous first.
@@ -59,6 +72,102 @@ class NoDeviceError(Exception):
         self.device = device
 
 
+class SentInPartError(Exception):
+    """A tensor has bytes of a storage that another tensor of its message was sent without.
+
+    Args:
+        address (int): of the storage.
+    """
+
+    def __init__(self, address: int) -> None:
+        super().__init__(address)
+        self.address = address
+
+
+class _Sent(NamedTuple):
+    """The tensor that is sent for a storage, and which bytes of the storage it has."""
+
+    tensor: torch.Tensor
+    start: int
+    end: int
+
+
+class Storages:
+    """The storages of one message's tensors.
+
+    Args:
+        whole: addresses of those that are sent as a whole.
+    """
+
+    __slots__ = ("_sent", "_whole")
+
+    def __init__(self, whole: frozenset[int] = frozenset()) -> None:
+        self._sent: dict[int, _Sent] = {}
+        self._whole = whole
+
+    def find(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Return the reduction of a tensor as a view of one that was sent; None: send it.
+
+        Raises:
+            SentInPartError: the message must be encoded again.
+        """
+        storage = tensor.untyped_storage()
+        nbytes, itemsize = storage.nbytes(), tensor.element_size()
+        useful = tensor.numel() * itemsize
+        if not useful or (nbytes >= RECOPY_BYTES and nbytes >= 2 * useful):
+            return None  # torch sends a copy of so small a part
+        address = storage.data_ptr()
+        offset = int(tensor.storage_offset()) * itemsize
+        sent = self._sent.get(address)
+        if sent is None:
+            if address not in self._whole:
+                self._sent[address] = _Sent(tensor, offset, offset + _span(tensor) * itemsize)
+                return None
+            everything = torch.empty(0, dtype=torch.uint8).set_(storage)
+            sent = self._sent[address] = _Sent(everything, 0, nbytes)
+        elif sent.tensor is tensor:
+            return None  # the whole storage
+        start = offset - sent.start
+        if start < 0 or offset + _span(tensor) * itemsize > sent.end or start % itemsize:
+            raise SentInPartError(address)
+        view = start // itemsize, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+        return rebuild_view, (sent.tensor, tensor.dtype, *view)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last, in its storage."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _ThreadState(threading.local):
+    storages: Storages | None = None
+
+
+_thread = _ThreadState()
+
+
+def swap_storages(storages: Storages | None) -> Storages | None:
+    """Set the storages of the message that this thread encodes; return those it had before.
+
+    Args:
+        storages: None: each tensor is sent by itself.
+    """
+    outer = _thread.storages
+    _thread.storages = storages
+    return outer
+
+
+def _reduce_alone(tensor: torch.Tensor) -> Any:
+    """Return the reduction of a tensor that stands for another, and is never in the pickle."""
+    outer = swap_storages(None)
+    try:
+        return reduce_tensor(tensor)
+    finally:
+        swap_storages(outer)
+
+
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """Return the pickle reduction of a tensor of exactly the class ``torch.Tensor``."""
     number = _NUMPY.get(tensor.dtype)
@@ -73,6 +182,9 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
         except (RuntimeError, TypeError):
             pass  # another device, conjugate, negative or nested: below
         else:
+            storages = _thread.storages
+            if storages is not None and (view := storages.find(tensor)) is not None:
+                return view
             size = array.nbytes
             if size >= INLINE_BYTES:
                 return rebuild_contiguous, (pickle.PickleBuffer(array), number, array.shape)
@@ -82,7 +194,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _reduce_strided(tensor: torch.Tensor) -> Any:
-    if tensor.requires_grad and (recorded := reduce_recorded(tensor, reduce_tensor)) is not None:
+    if tensor.requires_grad and (recorded := reduce_recorded(tensor, _reduce_alone)) is not None:
         return recorded
     if (
         tensor.layout is not torch.strided
@@ -101,7 +213,10 @@ def _reduce_strided(tensor: torch.Tensor) -> Any:
     itemsize = flat.element_size()
     if 0 in size:
         return rebuild_empty, (flat.dtype, size, stride, requires_grad)
-    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    storages = _thread.storages
+    if storages is not None and (view := storages.find(tensor)) is not None:
+        return view
+    span = _span(flat)
     useful = flat.numel()
     if span * itemsize >= RECOPY_BYTES and span >= 2 * useful:
         flat = flat.contiguous()
@@ -142,32 +257,20 @@ def rebuild_leaf(rebuild: Any, args: tuple[Any, ...]) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-class _Memory:
-    """Present a read-only buffer as memory that numpy may hand out for writing."""
+def _copied(buffer: Any) -> Any:
+    """Return a writable copy of a read-only buffer.
 
-    def __init__(self, buffer: Any, view: np.ndarray[Any, Any]) -> None:
-        self._buffer = buffer  # keeps the memory alive
-        self.__array_interface__ = {
-            "data": (view.__array_interface__["data"][0], False),
-            "shape": (view.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+    It lies in an object store, which uses its memory again when this process has deleted the
+    buffer, though a forked child may still read it.
+    """
+    return np.frombuffer(buffer, np.uint8).copy()
 
 
 def rebuild_contiguous(buffer: Any, dtype: int, size: tuple[int, ...]) -> torch.Tensor:
     """Return a contiguous tensor that lies on ``buffer``; see ``rebuild_tensor``."""
-    if not (buffer if type(buffer) is memoryview else memoryview(buffer)).readonly:
-        return torch.from_numpy(np.ndarray(size, _NUMPY_DTYPES[dtype], buffer))
-    return _flat(buffer, _DTYPES[dtype]).view(size)
-
-
-def _flat(buffer: Any, dtype: torch.dtype) -> torch.Tensor:
-    view = memoryview(buffer)
-    if view.readonly:
-        array = np.asarray(_Memory(buffer, np.frombuffer(view, dtype=np.uint8)))
-        return torch.from_numpy(array).view(dtype)
-    return torch.frombuffer(buffer, dtype=dtype)
+    if (buffer if type(buffer) is memoryview else memoryview(buffer)).readonly:
+        buffer = _copied(buffer)
+    return torch.from_numpy(np.ndarray(size, _NUMPY_DTYPES[dtype], buffer))
 
 
 def rebuild_tensor(
@@ -177,13 +280,25 @@ def rebuild_tensor(
     stride: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Return a tensor that lies on ``buffer``, writable and owned by the caller.
-
-    The buffer was made for this one receiver, whatever its flags say: object stores mark what
-    they hand out as read-only because others may read it too.
-    """
-    flat = _flat(buffer, dtype)
+    """Return a tensor that lies on ``buffer``, or on a copy of it if that is read-only."""
+    if memoryview(buffer).readonly:
+        buffer = _copied(buffer)
+    flat = torch.frombuffer(buffer, dtype=dtype)
     tensor = flat.as_strided(size, stride)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def rebuild_view(
+    sent: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Return a tensor on the storage of another, ``offset`` elements from its begin."""
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(sent.untyped_storage(), offset, size, stride)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
@@ -205,5 +320,5 @@ def reduce_array(array: np.ndarray[Any, Any]) -> Any:
 def rebuild_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     """Return an array that lies on ``buffer``; see ``rebuild_tensor``."""
     if memoryview(buffer).readonly:
-        buffer = np.asarray(_Memory(buffer, np.frombuffer(buffer, dtype=np.uint8)))
+        buffer = _copied(buffer)
     return np.ndarray(shape, dtype, buffer)

@@ -8,7 +8,7 @@ import pytest
 from rayrpc.parallel.pickle import dumps
 from rayrpc.parallel.pool import CtxPool, CtxPoolStorage, CtxThreadPool, proxy_ctx_caller
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 _setting = threading.local()

@@ -23,7 +23,7 @@ from rayrpc.parallel.pool import (
     Pool,
 )
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ print("done")
 
 def test_a_program_may_end_with_a_pool_open(start, script):
     run = start(script(OPEN))
-    assert run.end(60) == 0, run.output
+    assert run.end(120) == 0, run.output
     lines = [line for line in run.output.splitlines() if "(raylet)" not in line]
     assert lines[-1:] == ["done"] and not any("rror" in line for line in lines), run.output
 

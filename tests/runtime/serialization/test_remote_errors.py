@@ -1,5 +1,6 @@
 """Errors on their way back."""
 
+import copy
 import pickle
 from typing import Any
 
@@ -8,7 +9,7 @@ import targets
 
 from rayrpc._concurrency.outcome import fresh
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._runtime.serialization.remote_errors import describe, rebuild
+from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, rebuild
 from rayrpc.errors import CallTimeoutError, WorkerDiedError
 
 HERE = WorkerInfo("alice", 1)
@@ -18,7 +19,7 @@ def through(raise_it):
     try:
         raise_it()
     except BaseException as exc:
-        return rebuild(*describe(exc, HERE, lambda kind: pickle.dumps(kind)))
+        return rebuild(describe(exc, HERE, pickle.dumps), keeps_type=True)
 
 
 def test_the_type_stays_and_the_text_has_worker_error_and_traceback(capsys):
@@ -45,7 +46,7 @@ def test_a_type_with_another_constructor_becomes_a_runtime_error():
 
 
 def test_a_type_that_cannot_be_sent_becomes_a_runtime_error():
-    error = rebuild("text", b"", "Secret", {})
+    error = rebuild(RemoteException("text", b"", "Secret", {}), keeps_type=True)
     assert type(error) is RuntimeError and "Secret" in str(error) and "text" in str(error)
 
 
@@ -85,3 +86,33 @@ def test_a_fresh_error_is_alike_and_has_no_trace(error):
 )
 def test_a_fresh_error_of_python_says_the_same(error):
     assert str(fresh(error)) == str(error)
+
+
+class Refuses(Exception):
+    def __init_subclass__(cls):
+        raise TypeError("final")
+
+
+@pytest.mark.parametrize("kind", [KeyError, OSError, StopIteration, AssertionError, LookupError])
+def test_errors_of_calls_are_runtime_errors_too(kind):
+    remote = RemoteException("the text", pickle.dumps(kind), kind.__name__, {})
+    error = rebuild(remote, keeps_type=False)
+    assert isinstance(error, kind) and isinstance(error, RuntimeError)
+    assert type(error).__name__ == kind.__name__ and "the text" in str(error)
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error), fresh(error)):
+        assert type(again) is type(error) and again.args == error.args
+    assert type(rebuild(remote, keeps_type=True)) is kind
+    # passed on, it is described by its own type
+    assert describe(error, HERE, pickle.dumps).type_data == pickle.dumps(kind)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, UnicodeError, RuntimeError])
+def test_value_errors_and_type_errors_of_calls_are_no_runtime_errors(kind):
+    remote = RemoteException("the text", pickle.dumps(kind), kind.__name__, {})
+    assert type(rebuild(remote, keeps_type=False)) is kind
+
+
+def test_an_error_whose_class_cannot_be_inherited_from_is_a_runtime_error():
+    remote = RemoteException("the text", pickle.dumps(Refuses), "Refuses", {})
+    error = rebuild(remote, keeps_type=False)
+    assert type(error) is RuntimeError and "the text" in str(error)

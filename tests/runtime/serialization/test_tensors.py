@@ -111,6 +111,21 @@ def test_received_arrays_are_writable(size, readonly):
     assert got.sum() == size
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.zeros(5000), lambda: torch.zeros(50, 60).t(), lambda: np.zeros(5000)],
+    ids=["contiguous", "strided", "array"],
+)
+def test_what_lies_in_an_object_store_is_copied(make):
+    """The store uses the memory again, whatever a forked child reads there."""
+    codec = Codec(NO_RREFS)
+    payload = codec.encode(make(), 1, shares_main=True)
+    store = bytearray(memoryview(payload.buffers[0]).cast("B"))
+    got = codec.decode(payload.data, [memoryview(store).toreadonly()], payload.forks)
+    store[:] = b"\1" * len(store)
+    assert not got.any()
+
+
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 def test_sparse_layouts_arrive(layout):
     dense = torch.eye(40)
@@ -137,3 +152,53 @@ def test_large_tensors_leave_the_pickle_and_small_ones_stay():
     assert codec.encode(state, 1, True).buffers == []
     payload = codec.encode(torch.rand(100_000), 1, True)
     assert len(payload.buffers) == 1 and len(payload.data) < 300
+
+
+# -- tensors on one storage -------------------------------------------------------------------
+
+WHOLE = torch.arange(6.0).reshape(2, 3)
+LARGE = torch.zeros(3, 5000)
+SHARING = {
+    "itself twice": [WHOLE, WHOLE],
+    "a view": [WHOLE, WHOLE.view(3, 2)],
+    "the transposed one first": [WHOLE.t(), WHOLE],
+    "parts beside each other": [WHOLE[0], WHOLE[1]],
+    "parts that overlap": [WHOLE.view(-1)[:4], WHOLE.view(-1)[2:]],
+    "the detached one": [WHOLE, WHOLE.detach()],
+    "expanded": [WHOLE[0], WHOLE[0].expand(4, 3)],
+    "of another dtype": [WHOLE, WHOLE.view(torch.int32)],
+    "of a dtype of one byte first": [WHOLE.view(torch.uint8)[:, 4:], WHOLE[1]],
+    "large ones": [LARGE[:2], LARGE[1:]],
+    "a parameter": [torch.nn.Parameter(WHOLE), WHOLE],
+}
+
+
+@pytest.mark.parametrize("sent", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("readonly", [False, True], ids=["writable", "read-only"])
+def test_tensors_of_one_storage_share_one_there(sent, readonly):
+    first, second = through(sent, readonly)
+    for got, before in zip((first, second), sent, strict=True):
+        assert torch.equal(got, before) and got.dtype == before.dtype
+        assert got.stride() == before.stride() and got.requires_grad == before.requires_grad
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_a_storage_is_sent_once_and_not_for_a_small_part_of_it():
+    codec = Codec(NO_RREFS)
+
+    def size(obj):
+        payload = codec.encode(obj, 1, shares_main=True)
+        return len(payload.data) + sum(buffer.raw().nbytes for buffer in payload.buffers)
+
+    assert size([LARGE, LARGE.view(-1), LARGE[:2]]) < 1.1 * LARGE.nbytes
+    assert size([LARGE[0], LARGE[0]]) < 2.1 * LARGE[0].nbytes  # torch sends two copies, too
+    assert size(LARGE[:2]) < 1.1 * LARGE[:2].nbytes
+
+
+def test_a_state_dict_of_tied_weights_stays_tied():
+    model = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+    model[1].weight = model[0].weight
+    sent = model.state_dict()
+    got = through(sent)
+    got["0.weight"].fill_(7)
+    assert bool((got["1.weight"] == 7).all()) and not bool((sent["0.weight"] == 7).any())
