@@ -5,10 +5,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from rayrpc._autograd import explore, functions, leader, participant
-from rayrpc._autograd.graph import Entry
+from rayrpc._autograd.graph import WHOLE_RUN, Entry, Stage
 from rayrpc._runtime import current
 
 
@@ -21,22 +20,51 @@ def received(*tensors, message_id=1, sender=0):
     return *outputs, node
 
 
-def entry(*tensors):
-    """Return the entry of a message that sent these tensors."""
-    edges = [get_gradient_edge(tensor)[:2] for tensor in tensors]
-    return Entry(edges, functions.is_receive)
+def entry(*tensors, key=1):
+    """Return the entry of a message, with the id ``key``, that sent these tensors."""
+    send = functions.SendFunction(
+        [functions._make_gate(tensor, key, slot) for slot, tensor in enumerate(tensors)], to=0
+    )
+    edges, gates = dict(enumerate(send.next_functions)), dict(enumerate(send.gates))
+    return Entry(edges, functions.is_receive, gates)
 
 
 def root(tensor):
     """Return the entry of a pass from one root."""
-    return Entry([(tensor.grad_fn, tensor.output_nr)], functions.is_receive)
+    return Entry({0: (tensor.grad_fn, tensor.output_nr)}, functions.is_receive)
 
 
 def run_stage(graph):
     """Run the next stage of a graph that has one, and return it."""
     stage = graph.run()
-    assert stage is not None
+    assert isinstance(stage, Stage)
     return stage
+
+
+def run_to_end(graph, replies):
+    """Run all stages of a graph, and the whole run if it needs one; return the leaves' gradients.
+
+    Args:
+        graph: with the gradients of its roots.
+        replies: what other workers do: takes the gradients of a receive function, and returns the
+            id of a message and its gradients.
+    """
+
+    def leave(node, gradients):
+        graph.add_gradients(*replies[node](gradients))
+
+    while True:
+        stage = graph.run()
+        if stage == WHOLE_RUN:
+            leaves = graph.run_whole(leave)
+            break
+        assert isinstance(stage, Stage)
+        for node, slots in stage.exits.items():
+            leave(node, [slots.get(slot) for slot in range(node.count)])
+        if stage.leaves is not None:
+            leaves = stage.leaves
+            break
+    return totals_of(Stage({}, leaves))
 
 
 def totals_of(stage):

@@ -146,6 +146,21 @@ class TestGradients:
             kind, is_leaf = rpc.rpc_sync("alice", describe, args=(parameter * 1,))
             assert kind == "Tensor" and not is_leaf
 
+    @pytest.mark.usefixtures("quick_switches")
+    def test_many_passes_end_whatever_runs_next(self, workers, leaves):
+        """Replies come while the leader waits for others, and it may be the one to process them."""
+        x, w = leaves
+        for number in range(150):
+            first, second = ("alice", "bob") if number % 2 else ("bob", "alice")
+            with autograd.context() as context_id:
+                one = rpc.rpc_async(first, relay, args=(x, w, second))
+                two = rpc.rpc_async(second, relay, args=(x, w, "driver"))
+                three = rpc.rpc_sync(first, targets.step, args=(one.wait() + two.wait(), w))
+                autograd.backward(context_id, [(three + two.wait()).sum()])
+                found = autograd.get_gradients(context_id)
+        one = two = targets.step(x, w) + x
+        check(found, (targets.step(one + two, w) + two).sum(), x, w)
+
     def test_an_rref_runs_the_pass_at_its_owner(self, workers, leaves):
         x, w = leaves
         with autograd.context() as context_id:
@@ -404,7 +419,9 @@ def fail_later(x):
 def begin_after_the_end(context_id):
     context = hook.find_context(context_id)
     participant.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
-    part = participant.begin_part(context_id, 99, list(context.sends), False, 0, {})
+    part = participant.begin_part(
+        context_id, 99, {number: [0] for number in context.sends}, False, 0, {}
+    )
     with pytest.raises(RuntimeError, match="failed elsewhere"):
         part.wait()
     return len(context.passes)

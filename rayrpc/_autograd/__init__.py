@@ -18,13 +18,15 @@ A backward pass then meets:
 - ``leader``: ``run_backward``, and the part of the worker that leads the pass.
 - ``explore``: which messages the roots depend on.
 - ``participant``: every worker's part, with its states, and the calls between parts.
-- ``graph``: one worker's part of the graph, run by torch's engine in stages.
+- ``graph``: one worker's part of the graph, run by torch's engine (``engine``) in stages.
+- ``whole_run``: the rest of a part in one run of the engine, where stages would share nodes.
 - ``accumulate``: gradients of leaves, added up and with their hooks run.
 
 Invariants:
 
+- Each node runs once, with its whole gradient, as in a local pass; so do its hooks.
 - A worker that no message of the roots leads to takes no part; each that takes part is begun once.
-- A message's gradients are sent once, when all entries that lead to it were run.
+- A message's gradients are sent once, when all that leads to it has run.
 - Each part ends exactly once, in DONE or FAILED, and the leader learns of it by a reply or a call.
 - ``.grad`` of the user's tensors stays as it is.
 - A context ends on all workers that were called in it, also where a worker dies or a call is late.

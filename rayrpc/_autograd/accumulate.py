@@ -1,31 +1,63 @@
 """Gradients of leaves: accumulated by context, never in ``.grad``.
 
-A leaf whose node has hooks gets its gradient from torch's engine all the same, into a ``.grad``
-that replaces the user's for that moment. So do all leaves where torch's process groups are in use:
-DDP's reducer averages what it finds in ``.grad``.
+A leaf that has hooks gets its gradient from torch's engine all the same (``isolated_leaves``), into
+a ``.grad`` that replaces the user's for that moment. So do all leaves where torch's process groups
+are in use: DDP's reducer averages what it finds in ``.grad``.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["LeafGradients", "add", "hooked_nodes", "suspend_hooks"]
+from rayrpc._autograd.edges import edge_at
+
+__all__ = [
+    "LeafGradients",
+    "add",
+    "has_node_hooks",
+    "hooked_leaves",
+    "isolated_leaves",
+    "nodes_for_ddp",
+]
 
 # So many leaves are known to have no hooks before all are forgotten.
 MAX_KNOWN_LEAVES = 1 << 16
 
 _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # newer torch has it
 
-# One thread at a time changes leaves' ``.grad`` or hooks.
-_lock = threading.RLock()
+
+class _Claims:
+    """Leaves whose ``.grad`` or hooks a thread changes for a moment; others wait for them."""
+
+    def __init__(self) -> None:
+        self._claimed: set[int] = set()  # ids
+        self._changed = threading.Condition()
+
+    def claim(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Wait until no other thread has any of these, and take all."""
+        ids = set(map(id, leaves))
+        with self._changed:
+            while not self._claimed.isdisjoint(ids):
+                self._changed.wait()
+            self._claimed |= ids
+
+    def release(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Let others have them."""
+        with self._changed:
+            self._claimed.difference_update(map(id, leaves))
+            self._changed.notify_all()
+
+
+_claims = _Claims()
+_ddp_lock = threading.RLock()  # its reducer takes one pass at a time
 
 
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -34,7 +66,7 @@ def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 class _HookFinder:
-    """Find leaves that have hooks on their nodes, and remember those that have none.
+    """Find nodes that have hooks, and remember leaves whose nodes have none.
 
     Torch has no query for it: only registering a hook returns the node's others. What is
     remembered holds until any hook is registered anywhere, because torch numbers hooks.
@@ -45,7 +77,7 @@ class _HookFinder:
         self._without: set[int] = set()  # leaves' ids; a new leaf with an old id has no hook yet
         self._next_id = -1  # of ``RemovableHandle``, when ``_without`` was filled
 
-    def hooked(self, nodes: Sequence[Any]) -> list[Any]:
+    def hooked(self, nodes: Iterable[Any]) -> list[Any]:
         """Return those nodes of leaves that have hooks."""
         with self._lock:
             if RemovableHandle.next_id != self._next_id or len(self._without) > MAX_KNOWN_LEAVES:
@@ -55,13 +87,14 @@ class _HookFinder:
             for node in nodes:
                 if id(node.variable) in self._without:
                     continue
-                if node.variable._post_accumulate_grad_hooks or self._has_hooks(node):
+                if node.variable._post_accumulate_grad_hooks or self.has_hooks(node):
                     found.append(node)
                 else:
                     self._without.add(id(node.variable))
             return found
 
-    def _has_hooks(self, node: Any) -> bool:
+    def has_hooks(self, node: Any) -> bool:
+        """Tell whether a node has hooks of its own."""
         return any(map(self._has_others, (node.register_hook, node.register_prehook)))
 
     def _has_others(self, register: Any) -> bool:
@@ -79,33 +112,96 @@ def _probe(*_: Any) -> None:
     return None
 
 
-def hooked_nodes(nodes: Sequence[Any]) -> Sequence[Any]:
-    """Return those nodes of leaves that torch's engine has to run, because of their hooks.
+def has_node_hooks(node: Any) -> bool:
+    """Tell whether a receive function has hooks of its own."""
+    return RemovableHandle.next_id != node.made_at and _finder.has_hooks(node)
+
+
+def _ddp_may_hook() -> bool:
+    # its hooks cannot be seen
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def nodes_for_ddp(nodes: Sequence[Any]) -> Sequence[Any]:
+    """Return the nodes of leaves that torch's engine has to run once more, for DDP's hooks."""
+    return nodes if _ddp_may_hook() else ()
+
+
+def hooked_leaves(nodes: Sequence[Any]) -> bool:
+    """Tell whether leaves have hooks for which torch's engine has to run their nodes.
 
     Args:
         nodes: ``AccumulateGrad`` nodes.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return nodes  # DDP's hooks cannot be seen
-    return _finder.hooked(nodes)
+    if any(node.variable._backward_hooks for node in nodes):
+        return True
+    return not _ddp_may_hook() and bool(_finder.hooked(nodes))
+
+
+class isolated_leaves:
+    """Have torch's engine accumulate as always, but for each leaf into a ``.grad`` of its own.
+
+    Only while the engine runs a leaf's node, and the hooks of that, is its ``.grad`` another one.
+    A context of the thread that runs the engine.
+
+    Args:
+        nodes (Iterable): ``AccumulateGrad`` nodes; leave others alone.
+        is_ours (Callable): tells, in a hook, whether it belongs to this run of the engine.
+    """
+
+    def __init__(self, nodes: Iterable[Any], is_ours: Callable[[], bool]) -> None:
+        self._nodes = list(nodes)
+        self._is_ours = is_ours
+        self._handles: list[RemovableHandle] = []
+        self._replaced: dict[Any, torch.Tensor | None] = {}  # the user's ``.grad``
+        #: what was accumulated, by node
+        self.gradients: dict[Any, torch.Tensor] = {}
+
+    def __enter__(self) -> isolated_leaves:
+        for node in self._nodes:
+            before = functools.partial(self._before, node)
+            after = functools.partial(self._after, node)
+            self._handles += [node.register_prehook(before), node.register_hook(after)]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for node in list(self._replaced):  # a hook failed
+            self._restore(node)
+
+    def _before(self, node: Any, gradients: Any) -> None:
+        if self._is_ours():
+            leaf = node.variable
+            _claims.claim([leaf])
+            self._replaced[node] = leaf.grad
+            leaf.grad = None
+
+    def _after(self, node: Any, *_: Any) -> None:
+        if self._is_ours():
+            gradient = node.variable.grad
+            if gradient is not None:
+                self.gradients[node] = gradient.detach()
+            self._restore(node)
+
+    def _restore(self, node: Any) -> None:
+        leaf = node.variable
+        leaf.grad = self._replaced.pop(node)
+        _claims.release([leaf])
 
 
 @contextlib.contextmanager
-def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Remove the tensor hooks of leaves while in the context."""
+def _suspended_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Remove the tensor hooks of leaves, which have run, while in the context."""
     hooks = [h for h in (leaf._backward_hooks for leaf in leaves) if h]
-    if not hooks:
+    saved = [collections.OrderedDict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
         yield
-        return
-    with _lock:
-        saved = [collections.OrderedDict(each) for each in hooks]
-        for each in hooks:
-            each.clear()
-        try:
-            yield
-        finally:
-            for each, was in zip(hooks, saved, strict=True):
-                each.update(was)
+    finally:
+        for each, was in zip(hooks, saved, strict=True):
+            each.update(was)
 
 
 class LeafGradients(NamedTuple):
@@ -113,11 +209,11 @@ class LeafGradients(NamedTuple):
 
     Args:
         gradients (dict): by the leaf's ``AccumulateGrad`` node.
-        hooked (set): those of these nodes that have hooks, for torch's engine to run.
+        for_ddp (set): those of these nodes that torch's engine has to run for DDP's hooks.
     """
 
     gradients: dict[Any, torch.Tensor]
-    hooked: set[Any]
+    for_ddp: set[Any]
 
     def accumulate_into(self, totals: dict[torch.Tensor, torch.Tensor], lock: Any) -> None:
         """Move the gradients into those of a context.
@@ -127,7 +223,7 @@ class LeafGradients(NamedTuple):
             lock: guards ``totals``.
         """
         gradients = self.gradients
-        for_engine = {n: gradients[n] for n in self.hooked if n in gradients}
+        for_engine = {n: gradients[n] for n in self.for_ddp if n in gradients}
         uses = collections.Counter(_memory(gradient) for gradient in gradients.values())
         owned: dict[torch.Tensor, torch.Tensor] = {}
         while gradients:
@@ -168,18 +264,25 @@ def _owned(gradient: torch.Tensor, leaf: torch.Tensor, is_alone: bool) -> torch.
 def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
     """Let torch's engine run leaves' nodes; return what that left in ``.grad``, by leaf."""
     leaves = [node.variable for node in gradients]
-    with _lock:
-        before = [leaf.grad for leaf in leaves]
+    with _ddp_lock:
+        return _run_claimed(gradients, leaves)
+
+
+def _run_claimed(
+    gradients: dict[Any, torch.Tensor], leaves: list[torch.Tensor]
+) -> dict[torch.Tensor, torch.Tensor]:
+    _claims.claim(leaves)
+    before = [leaf.grad for leaf in leaves]
+    try:
         for leaf in leaves:
             leaf.grad = None
-        try:
-            torch.autograd.backward(
-                [GradientEdge(node, 0, None) for node in gradients], list(gradients.values())
-            )
-            return {leaf: _unshared(leaf.grad) for leaf in leaves if leaf.grad is not None}
-        finally:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                leaf.grad = gradient
+        with _suspended_hooks(leaves):
+            torch.autograd.backward([edge_at(node) for node in gradients], list(gradients.values()))
+        return {leaf: _unshared(leaf.grad) for leaf in leaves if leaf.grad is not None}
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+        _claims.release(leaves)
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +19,13 @@ from rayrpc._autograd.graph import Entry
 from rayrpc._concurrency.reader import after_reply
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = ["DistAutogradContext", "Gradients", "MessageKey", "PassPart"]
+__all__ = ["DistAutogradContext", "Gradients", "PassPart", "TensorKey"]
 
-# A reply carries the dependencies of its message, and theirs in turn, for so many messages at most.
+# A reply carries the dependencies of its tensors, and theirs in turn, for so many tensors at most.
 MAX_DEPENDENCIES = 64
 
-#: names a message: the id of its sender, and its own
-MessageKey = tuple[int, int]
+#: names a tensor that was sent: the id of the sender, of the message, and the tensor's number there
+TensorKey = tuple[int, int, int]
 
 #: gradients of the tensors of messages, None for a tensor that was not used, by message
 Gradients = dict[int, Sequence[torch.Tensor | None]]
@@ -66,10 +66,10 @@ class DistAutogradContext:
         self.passes: dict[int, PassPart] = {}
         #: why passes were aborted, by their id; an abort may overtake the start of a part
         self.aborted: dict[int, RpcError] = {}
-        #: the messages that other workers' messages depend on, as far as is known
-        self.dependencies: dict[MessageKey, list[MessageKey]] = {}
+        #: the tensors that tensors of other workers' messages depend on, as far as is known
+        self.dependencies: dict[TensorKey, list[TensorKey]] = {}
         self._lock = threading.Lock()
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[tuple[int, int], Entry] = {}
         self._early: dict[int, Gradients] = {}  # for passes that have yet to start here
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # by leaf
         self._pending: list[LeafGradients] = []  # to be added to these
@@ -80,16 +80,25 @@ class DistAutogradContext:
 
     def add_send_function(self, recorder: Recorder, to: int) -> bool:
         """Make the send function of an encoded message; return False if it has no tensors."""
-        if recorder.edges:
-            self.sends[recorder.message_id] = SendFunction(recorder.edges, to)
-        return bool(recorder.edges)
+        if recorder.gates:
+            self.sends[recorder.message_id] = SendFunction(recorder.gates, to)
+        return bool(recorder.gates)
 
-    def entry(self, message_id: int) -> Entry:
-        """Return the entry of a sent message's gradients into this worker's graph."""
-        entry = self._entries.get(message_id)
+    def entry(self, message_id: int, slots: Iterable[int]) -> Entry:
+        """Return the entry of the gradients of sent tensors into this worker's graph.
+
+        Args:
+            message_id: of their message.
+            slots: their numbers in it.
+        """
+        return Entry.union([self._slot_entry(message_id, slot) for slot in slots])
+
+    def _slot_entry(self, message_id: int, slot: int) -> Entry:
+        entry = self._entries.get((message_id, slot))
         if entry is None:
-            node = self.sends[message_id]
-            entry = self._entries[message_id] = Entry(node.next_functions, self.is_exit)
+            send = self.sends[message_id]
+            edges, gates = {slot: send.next_functions[slot]}, {slot: send.gates[slot]}
+            entry = self._entries[message_id, slot] = Entry(edges, self.is_exit, gates)
         return entry
 
     def is_exit(self, node: Any) -> bool:
@@ -108,24 +117,30 @@ class DistAutogradContext:
         return True
 
     @staticmethod
-    def dependencies_of(entry: Entry) -> list[MessageKey]:
-        """Return the messages that gradients from an entry leave along."""
-        return [(node.sender, node.message_id) for node in entry.exits]
+    def dependencies_of(entry: Entry) -> list[TensorKey]:
+        """Return the tensors to whose senders gradients from an entry leave."""
+        exits: list[tuple[Any, int]] = [edge[:2] for edge in entry.targets if is_receive(edge.node)]
+        return [(node.sender, node.message_id, slot) for node, slot in exits]
 
-    def all_dependencies(self, me: int, message_id: int) -> dict[MessageKey, list[MessageKey]]:
-        """Return the dependencies of a message of this worker, and theirs, as far as is known."""
+    def all_dependencies(self, me: int, message_id: int) -> dict[TensorKey, list[TensorKey]]:
+        """Return the dependencies of the tensors of a message of this worker, and theirs in turn.
+
+        They are as complete as is known here.
+        """
+        todo = [(me, message_id, slot) for slot in range(len(self.sends[message_id].gates))]
         if not self.receives:  # the message can depend on none
-            after_reply(lambda: self._prepare_entry(message_id))
-            return {(me, message_id): []}
-        found: dict[MessageKey, list[MessageKey]] = {}
-        todo = [(me, message_id)]
+            after_reply(lambda: self._prepare_entries(message_id))
+            return {key: [] for key in todo[:MAX_DEPENDENCIES]}
+        found: dict[TensorKey, list[TensorKey]] = {}
         while todo and len(found) < MAX_DEPENDENCIES:
             key = todo.pop()
             if key in found:
                 continue
-            worker, number = key
+            worker, number, slot = key
             if worker == me:
-                direct: list[MessageKey] | None = self.dependencies_of(self.entry(number))
+                direct: list[TensorKey] | None = self.dependencies_of(
+                    self._slot_entry(number, slot)
+                )
             else:
                 direct = self.dependencies.get(key)
             if direct is not None:
@@ -133,15 +148,15 @@ class DistAutogradContext:
                 todo += direct
         return found
 
-    def _prepare_entry(self, message_id: int) -> None:
+    def _prepare_entries(self, message_id: int) -> None:
         with contextlib.suppress(RpcError):  # raised again in the pass that needs the entry
-            self.entry(message_id)
+            self.entry(message_id, range(len(self.sends[message_id].gates)))
 
     # -- gradients --------------------------------------------------------------------------------
 
     def add_gradients(self, leaves: LeafGradients) -> None:
-        """Add the gradients of a pass; after the reply, unless hooks may observe it."""
-        if leaves.hooked:
+        """Add the gradients of a pass; after the reply, unless DDP's hooks have to run."""
+        if leaves.for_ddp:
             leaves.accumulate_into(self._gradients, self._lock)
         elif leaves.gradients:
             self._pending.append(leaves)

@@ -1,8 +1,8 @@
-"""Exploration: which messages the roots of a backward pass depend on."""
+"""Exploration: which tensors of messages the roots of a backward pass depend on."""
 
 from __future__ import annotations
 
-from rayrpc._autograd.context import DistAutogradContext, MessageKey
+from rayrpc._autograd.context import DistAutogradContext, TensorKey
 from rayrpc._autograd.graph import Entry
 from rayrpc._autograd.hook import call_without_context, find_context
 from rayrpc._concurrency.reader import release_reader
@@ -11,36 +11,36 @@ from rayrpc._runtime import current
 __all__ = ["explore"]
 
 
-def explore(context: DistAutogradContext, root: Entry) -> dict[int, set[int]]:
-    """Return the messages that an entry depends on, directly or not.
+def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, set[int]]]:
+    """Return the tensors of messages that an entry depends on, directly or not.
 
-    A message's dependencies are known from the reply that carried them; else its sender is asked.
+    A tensor's dependencies are known from the reply that carried them; else its sender is asked.
 
     Args:
         context: of the pass.
         root: the entry of the pass's roots.
 
     Returns:
-        ids of messages, by the worker that sent them.
+        numbers of tensors, by the id of their message, by the worker that sent it.
     """
     agent = current.get_agent()
-    found: dict[int, set[int]] = {}
+    found: dict[int, dict[int, set[int]]] = {}
     todo = context.dependencies_of(root)
     while todo:
         replies = []
-        new: dict[int, list[int]] = {}
-        for worker, message_id in todo:
-            message_ids = found.setdefault(worker, set())
-            if message_id not in message_ids:
-                message_ids.add(message_id)
-                new.setdefault(worker, []).append(message_id)
+        new: dict[int, list[tuple[int, int]]] = {}
+        for worker, message_id, slot in todo:
+            slots = found.setdefault(worker, {}).setdefault(message_id, set())
+            if slot not in slots:
+                slots.add(slot)
+                new.setdefault(worker, []).append((message_id, slot))
         here = new.pop(agent.info.id, [])
         todo = []
         for worker, sent in new.items():
             unknown = []
-            for message_id in sent:
-                if (direct := context.dependencies.get((worker, message_id))) is None:
-                    unknown.append(message_id)
+            for each in sent:
+                if (direct := context.dependencies.get((worker, *each))) is None:
+                    unknown.append(each)
                 else:
                     todo += direct
             if unknown:
@@ -55,7 +55,11 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, set[int]]:
     return found
 
 
-def _dependencies(context_id: int, message_ids: list[int]) -> list[MessageKey]:
-    """Return what messages that this worker sent depend on directly."""
+def _dependencies(context_id: int, tensors: list[tuple[int, int]]) -> list[TensorKey]:
+    """Return what tensors of messages that this worker sent depend on directly."""
     context = find_context(context_id)
-    return [key for number in message_ids for key in context.dependencies_of(context.entry(number))]
+    return [
+        key
+        for message_id, slot in tensors
+        for key in context.dependencies_of(context.entry(message_id, [slot]))
+    ]

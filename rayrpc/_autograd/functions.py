@@ -1,42 +1,68 @@
 """Where a call leaves and enters torch's graph: a send and a receive function for each message.
 
-While a message of a context is encoded, a ``Recorder`` collects an edge to each of its tensors
-that require grad; the message's send function is made of these. At the receiver the tensors become
+While a message of a context is encoded, a ``Recorder`` makes a gate to each of its tensors that
+require grad; the message's send function is made of these. At the receiver the tensors become
 outputs of the message's receive function.
+
+Torch's engine runs gates and receive functions in a ``whole_run`` only: there gradients arrive at
+the ones, and leave at the others. In a stage (``graph.py``) it starts behind the gates, and stops
+before receive functions.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from rayrpc._runtime.serialization.recording import TensorRecorder, swap_recorder
 
-__all__ = ["Recorder", "SendFunction", "attach_received", "is_receive"]
+__all__ = [
+    "ANCHOR",
+    "Recorder",
+    "Run",
+    "SendFunction",
+    "attach_received",
+    "is_receive",
+    "running",
+]
+
+
+class Run(Protocol):
+    """A run of torch's engine, as far as gates and receive functions need it."""
+
+    def arrived(self, message_id: int, slot: int) -> torch.Tensor | None:
+        """Return the gradient of a sent tensor."""
+
+    def leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a receive function."""
 
 
 class SendFunction:
     """Where the gradients of a sent message come in.
 
-    It has the attributes of a node of torch's graph, but is none: torch's engine starts at its
-    edges.
+    It has the attributes of a node of torch's graph, but is none: each tensor has a node, its gate.
 
     Args:
-        edges (list[GradientEdge]): one to each of the message's tensors.
+        gates (list[Tensor]): the gate of each of the message's tensors.
         to (int): id of the worker that the message was sent to.
     """
 
-    def __init__(self, edges: list[GradientEdge], to: int) -> None:
+    def __init__(self, gates: list[torch.Tensor], to: int) -> None:
         self.to = to
-        self._edges = list(edges)  # these keep the graph alive
-        self.next_functions = tuple((edge.node, edge.output_nr) for edge in edges)
+        self.gates = list(gates)  # these keep the graph alive
+        self.next_functions = tuple(_node_of(gate).next_functions[0] for gate in gates)
 
     def name(self) -> str:
         """Return torch's name for it."""
         return "torch::distributed::autograd::SendRpcBackward"
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    return tensor.grad_fn
 
 
 class Recorder:
@@ -52,7 +78,7 @@ class Recorder:
         self.message_id = message_id
         self.parameters = parameters
         #: one to each recorded tensor
-        self.edges: list[GradientEdge] = []
+        self.gates: list[torch.Tensor] = []
 
     def __enter__(self) -> Recorder:
         self._outer: TensorRecorder | None = swap_recorder(self)
@@ -62,23 +88,54 @@ class Recorder:
         swap_recorder(self._outer)
 
     def restart(self) -> None:
-        """Drop the edges: the message is encoded again."""
-        self.edges.clear()
+        """Drop the gates: the message is encoded again."""
+        self.gates.clear()
 
     def record(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
         """Record a tensor, and return its reduction, made from that of its values."""
-        self.edges.append(_edge_to(tensor))
+        self.gates.append(_make_gate(tensor, self.message_id, len(self.gates)))
         return _rebuild_recorded, (self.message_id, rebuild, args)
 
 
 class _ThreadState(threading.local):
     received: dict[int, list[torch.Tensor]]  # by message, until ``attach_received``
+    run: Run | None = None
 
     def __init__(self) -> None:
         self.received = {}
 
 
 _thread = _ThreadState()
+# Runs by the ids of their receive functions, for those that run in a thread of an accelerator.
+_runs: dict[int, Run] = {}
+
+
+class running:
+    """Have gates and receive functions use a run while in this context.
+
+    Args:
+        run (Run): in this thread.
+        exits (Iterable): its receive functions, which may run in other threads.
+    """
+
+    def __init__(self, run: Run, exits: Iterable[Any]) -> None:
+        self._run = run
+        self._keys = [id(node) for node in exits]
+
+    @staticmethod
+    def here() -> Run | None:
+        """Return the run of this thread."""
+        return _thread.run
+
+    def __enter__(self) -> None:
+        self._outer = _thread.run
+        _thread.run = self._run
+        _runs.update(dict.fromkeys(self._keys, self._run))
+
+    def __exit__(self, *exc: object) -> None:
+        _thread.run = self._outer
+        for key in self._keys:
+            _runs.pop(key, None)
 
 
 def _rebuild_recorded(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
@@ -87,8 +144,8 @@ def _rebuild_recorded(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
     return tensor
 
 
-class _EdgeOnly(torch.autograd.Function):
-    """Have an edge to a tensor of any layout; never run."""
+class _Gate(torch.autograd.Function):
+    """Lead to a sent tensor, of any layout."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -96,17 +153,25 @@ class _EdgeOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("this node is never run")
+        assert _thread.run is not None  # only a run reaches it
+        return _thread.run.arrived(ctx.message_id, ctx.slot)
 
 
-def _edge_to(tensor: torch.Tensor) -> GradientEdge:
-    if tensor.layout is torch.strided:
-        return get_gradient_edge(tensor)
-    function: Any = _EdgeOnly  # torch takes a view of the tensor, which a sparse one has not
-    with torch.enable_grad():
-        owner = function.apply(tensor).grad_fn
-    ((node, number),) = owner.next_functions
-    return GradientEdge(node, number, owner)
+# Without what Function.apply does for functorch, which takes longer than all the rest.
+_apply_gate: Any = super(torch.autograd.Function, _Gate).apply
+
+
+def _make_gate(tensor: torch.Tensor, message_id: int, slot: int) -> torch.Tensor:
+    """Return an output of the node that leads to a tensor."""
+    if torch.is_grad_enabled():
+        gate = _apply_gate(tensor)
+    else:
+        with torch.enable_grad():
+            gate = _apply_gate(tensor)
+    node = gate.grad_fn
+    node.message_id, node.slot = message_id, slot
+    made: torch.Tensor = gate
+    return made
 
 
 class _Receive(torch.autograd.Function):
@@ -114,10 +179,15 @@ class _Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+        ctx.set_materialize_grads(False)
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        run = _thread.run or _runs.get(id(ctx))
+        if run is not None:
+            run.leave(ctx, gradients)
+            return None, None
         raise RuntimeError(
             "A tensor came here by RPC: run torch.distributed.autograd.backward(context_id, roots) "
             "instead of a local backward pass, which ends here."
@@ -127,9 +197,9 @@ class _Receive(torch.autograd.Function):
 # a node's name, by which programs find it, is made of its class's
 _receive_function: Any = type("torch::distributed::autograd::RecvRpc", (_Receive,), {})
 _ReceiveNode: type = _receive_function._backward_cls
-# without what Function.apply does for functorch, which takes longer than all the rest
 _apply: Any = super(torch.autograd.Function, _receive_function).apply
-_anchor = torch.empty(0, requires_grad=True)  # torch makes a node only of what requires grad
+#: torch makes a node only of what requires grad
+ANCHOR = torch.empty(0, requires_grad=True)
 
 
 def attach_received(message_id: int) -> Any:
@@ -145,13 +215,14 @@ def attach_received(message_id: int) -> Any:
     if not tensors:
         return None
     if torch.is_grad_enabled():
-        outputs = _apply(_anchor, tensors)
+        outputs = _apply(ANCHOR, tensors)
     else:
         with torch.enable_grad():
-            outputs = _apply(_anchor, tensors)
+            outputs = _apply(ANCHOR, tensors)
     node = outputs[0].grad_fn
     node.message_id = message_id
     node.count = len(tensors)
+    node.made_at = RemovableHandle.next_id  # no hook is registered on it while this is the next
     return node
 
 

@@ -6,65 +6,94 @@ because they depend on another exit of the same graph:
 
     entry 1 ──> exit 1 ··> other workers ··> entry 2 ──> exit 2, leaves
 
-So the graph is run in stages: each runs the entries that have arrived, together, and adds to the
-sums of earlier stages; an exit's gradients leave once all entries that lead to it were run.
-(Torch's engine cannot stop at an edge beyond which anything is asked for, so a node that two
-stages reach is run by both; as gradients add up, that is right.)  A node that no entry leads to
-takes no part.
+So the graph is run in stages: each runs entries that have arrived, together, up to exits that no
+other entry leads to.  That is right as long as no two stages reach the same node; where two would,
+or where a leaf or an exit has hooks, the rest is run in one go (``whole_run.py``).  Either way
+each node runs once, with its whole gradient.  A node that no entry leads to takes no part.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rayrpc._autograd.accumulate import LeafGradients, add, hooked_nodes, suspend_hooks
+from rayrpc._autograd.accumulate import (
+    LeafGradients,
+    add,
+    has_node_hooks,
+    hooked_leaves,
+    nodes_for_ddp,
+)
+from rayrpc._autograd.edges import edge_at
+from rayrpc._autograd.engine import AccumulateGrad, run_engine, seeds_of
+from rayrpc._autograd.whole_run import Leave, WholeRun
 
-__all__ = ["Entry", "GradGraph", "ROOTS", "Stage"]
+__all__ = ["Entry", "GradGraph", "ROOTS", "Stage", "WHOLE_RUN"]
 
 #: the key of the entry of a pass's roots, beside the ids of messages
 ROOTS = -1
-
-_one = torch.ones((), requires_grad=True)
-_grad_fn: Any = _one.view(1).grad_fn
-_LEAF: Any = type(_grad_fn.next_functions[0][0])
-_run_backward: Any = torch.autograd.graph._engine_run_backward
+#: instead of a stage: run the rest by ``GradGraph.run_whole``
+WHOLE_RUN: Final = "whole run"
 
 
 class Entry:
     """Where gradients come in, and the exits and leaves that it leads to.
 
     Args:
-        edges (Iterable): one for each tensor, as in ``next_functions``; its node is None if the
-            tensor needs no gradient.
+        edges (Mapping): to the tensors that take part, as in ``next_functions``, by their number
+            in the message; the node is None if the tensor needs no gradient.
         is_exit (Callable): tells whether a node is a receive function.
+        gates (Mapping): the gate of each of these tensors; empty for roots.
     """
 
-    def __init__(self, edges: Iterable[tuple[Any, int]], is_exit: Callable[[Any], bool]) -> None:
-        self.edges = [GradientEdge(node, number, None) for node, number in edges]
+    def __init__(
+        self,
+        edges: Mapping[int, tuple[Any, int]],
+        is_exit: Callable[[Any], bool],
+        gates: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        self.edges = {slot: edge_at(*edge) for slot, edge in edges.items()}
+        self.gates = dict(gates or {})
         #: receive functions
         self.exits: set[Any] = set()
-        #: the edges into these and into leaves
+        #: all nodes but leaves
+        self.nodes: set[Any] = set()
+        #: the edges into receive functions and into leaves
         self.targets: set[GradientEdge] = set()
-        seen: set[Any] = set()
-        todo: list[tuple[Any, int]] = [edge[:2] for edge in self.edges if edge.node is not None]
+        todo: list[tuple[Any, int]] = [
+            edge[:2] for edge in self.edges.values() if edge.node is not None
+        ]
         while todo:
             node, number = todo.pop()
-            if type(node) is _LEAF:
-                self.targets.add(GradientEdge(node, number, None))
+            if type(node) is AccumulateGrad:
+                self.targets.add(edge_at(node, number))
                 continue
-            if node in seen and node not in self.exits:
+            if node in self.nodes and node not in self.exits:
                 continue
-            seen.add(node)
+            self.nodes.add(node)
             if is_exit(node):
                 self.exits.add(node)
-                self.targets.add(GradientEdge(node, number, None))
+                self.targets.add(edge_at(node, number))
             else:
                 todo += [following for following in node.next_functions if following[0] is not None]
+
+    @staticmethod
+    def union(parts: Sequence[Entry]) -> Entry:
+        """Return the entry of several tensors of one message."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = Entry({}, lambda node: False)
+        for part in parts:
+            whole.edges.update(part.edges)
+            whole.gates.update(part.gates)
+            whole.exits |= part.exits
+            whole.nodes |= part.nodes
+            whole.targets |= part.targets
+        return whole
 
 
 class Stage(NamedTuple):
@@ -96,39 +125,48 @@ class GradGraph:
         self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}  # for entries not yet run
         self._exits = {node for entry in entries.values() for node in entry.exits}
         self._sums: dict[GradientEdge, torch.Tensor] = {}  # at the targets, of all stages so far
-        self._hooked: set[Any] = set()  # leaves' nodes that torch's engine has to run
-        self._is_first = True
+        self._for_ddp: set[Any] = set()  # leaves' nodes
+        self._whole: WholeRun | None = None
+        self._is_aborted = False
 
     def add_gradients(self, key: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of an entry's tensors, once; None for a tensor that was not used."""
         with self._lock:
-            if key in self._missing:
-                self._missing.remove(key)
-                self._arrived[key] = gradients
+            if key not in self._missing:
+                return
+            self._missing.remove(key)
+            self._arrived[key] = gradients
+            whole = self._whole
+        if whole is not None:
+            whole.add_gradients(key, gradients)
 
     def missing(self) -> set[int]:
         """Return the entries whose gradients have not arrived."""
         with self._lock:
             return set(self._missing)
 
-    def run(self) -> Stage | None:
-        """Run the entries that have arrived, if that completes an exit, or the graph.
+    # -- stages -----------------------------------------------------------------------------------
+
+    def run(self) -> Stage | Literal["whole run"] | None:
+        """Run entries that have arrived, if that completes an exit, or the graph.
 
         One thread at a time; others may add gradients meanwhile.
 
         Returns:
-            None if nothing can be completed yet.
+            None if nothing can be completed yet; ``WHOLE_RUN`` if the rest has to be run at once.
         """
         with self._lock:
             is_last = not self._missing
-            incomplete = {node for key in self._missing for node in self._entries[key].exits}
+            incomplete = self._union_of("exits", self._missing)
             ready = self._exits - incomplete
             if not self._arrived or not (ready or is_last):
                 return None
-            arrived, self._arrived = self._arrived, {}
+            chosen = set(self._arrived) if is_last else self._choose(ready)
+            if chosen is None or self._has_hooks(chosen):
+                return WHOLE_RUN
+            arrived = {key: self._arrived.pop(key) for key in chosen}
             self._exits -= ready
-        self._run_engine(arrived, is_last)
-        self._is_first = False
+        self._run_stage(arrived)
         exits: dict[Any, dict[int, torch.Tensor]] = {node: {} for node in ready}
         for edge in [edge for edge in self._sums if edge.node in ready]:
             exits[edge.node][edge.output_nr] = self._sums.pop(edge)
@@ -136,48 +174,104 @@ class GradGraph:
             return Stage(exits, None)
         gradients = {edge.node: gradient for edge, gradient in self._sums.items()}
         self._sums = {}
-        return Stage(exits, LeafGradients(gradients, self._hooked))
+        return Stage(exits, LeafGradients(gradients, self._for_ddp))
 
-    def _run_engine(self, arrived: dict[int, Sequence[torch.Tensor | None]], is_last: bool) -> None:
+    def _union_of(self, attribute: str, keys: Iterable[int]) -> set[Any]:
+        return set().union(*(getattr(self._entries[key], attribute) for key in keys))
+
+    def _choose(self, ready: set[Any]) -> set[int] | None:
+        """Return the entries to run for exits, with all others that share a node with these.
+
+        Returns:
+            None if one that has not arrived shares a node.
+        """
+        chosen = {key for key in self._arrived if not self._entries[key].exits.isdisjoint(ready)}
+        others = set(self._arrived) - chosen
+        while True:
+            nodes = self._union_of("nodes", chosen)
+            sharing = {key for key in others if not self._entries[key].nodes.isdisjoint(nodes)}
+            if not sharing:
+                break
+            chosen |= sharing
+            others -= sharing
+        if not all(self._entries[key].nodes.isdisjoint(nodes) for key in self._missing):
+            return None
+        return chosen
+
+    def _has_hooks(self, keys: Iterable[int]) -> bool:
+        """Tell whether a leaf, or an exit, that entries lead to has hooks."""
+        targets = self._union_of("targets", keys)
+        leaves = [edge.node for edge in targets if type(edge.node) is AccumulateGrad]
+        exits = {edge.node for edge in targets if type(edge.node) is not AccumulateGrad}
+        return hooked_leaves(leaves) or any(map(has_node_hooks, exits))
+
+    def _run_stage(self, arrived: dict[int, Sequence[torch.Tensor | None]]) -> None:
         """Run torch's engine from entries; add the results to the sums. Empties ``arrived``."""
-        seeds: dict[GradientEdge, torch.Tensor] = {}
-        targets: set[GradientEdge] = set()
-        for key, gradients in arrived.items():
-            entry = self._entries[key]
-            targets |= entry.targets
-            for edge, gradient in zip(entry.edges, gradients, strict=True):
-                if edge.node is not None and gradient is not None:
-                    seeds[edge] = add(seeds[edge], gradient) if edge in seeds else gradient
+        targets = list(self._union_of("targets", arrived))
+        leaves = [edge.node for edge in targets if type(edge.node) is AccumulateGrad]
+        self._for_ddp.update(nodes_for_ddp(leaves))
+        seeds = seeds_of((self._entries[key].edges, each) for key, each in arrived.items())
         arrived.clear()
         if not seeds or not targets:
             return
-        order = list(targets)
-        with suspend_hooks(self._hooked_leaves(targets, self._is_first and is_last)):
-            # what torch.autograd.grad calls after checks that take as long as a small pass
-            results = _run_backward(
-                tuple(seeds),
-                tuple(seeds.values()),
-                self._retain or not is_last,
-                create_graph=False,
-                inputs=tuple(order),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
+        results = run_engine(seeds, self._retain, targets)
         del seeds
-        for edge, gradient in zip(order, results, strict=True):
+        for edge, gradient in zip(targets, results, strict=True):
             if gradient is not None:
                 total = self._sums.get(edge)
                 self._sums[edge] = gradient if total is None else add(total, gradient)
 
-    def _hooked_leaves(self, targets: set[GradientEdge], is_only: bool) -> list[torch.Tensor]:
-        """Return leaves whose hooks must see the whole gradient, not what this stage yields.
+    # -- the rest in one go -----------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether all gradients are there, so that no run has to wait."""
+        return not self._missing
+
+    def run_whole(self, leave: Leave) -> LeafGradients:
+        """Run what no stage has run, and wait for the gradients that it needs.
 
         Args:
-            is_only: this stage is the only one; tensor hooks may run in it.
+            leave: takes a receive function and its gradients.
+
+        Returns:
+            The gradients of all leaves, those of earlier stages included.
+
+        Raises:
+            RuntimeError: ``abort`` was called, or a node failed.
         """
-        leaves: list[Any] = [edge.node for edge in targets if type(edge.node) is _LEAF]
-        hooked = set(hooked_nodes(leaves))
-        if not is_only:
-            hooked.update(node for node in leaves if node.variable._backward_hooks)
-        self._hooked |= hooked
-        return [node.variable for node in hooked]
+        with self._lock:
+            keys = {*self._arrived, *self._missing}
+            entries = {key: self._entries[key] for key in keys}
+            root = entries.pop(ROOTS, None)
+            targets = self._union_of("targets", keys)
+            leaves = list({edge.node for edge in targets if type(edge.node) is AccumulateGrad})
+            self._for_ddp.update(nodes_for_ddp(leaves))
+            self._whole = WholeRun(
+                {} if root is None else seeds_of([(root.edges, self._arrived.pop(ROOTS))]),
+                {key: entry.gates for key, entry in entries.items()},
+                {key: entry.exits for key, entry in entries.items()},
+                self._union_of("nodes", keys),
+                self._union_of("exits", keys),
+                leaves,
+                leave,
+            )
+            for key, arrived in self._arrived.items():
+                self._whole.add_gradients(key, arrived)
+            self._arrived = {}
+            if self._is_aborted:  # before the thread of this run had started
+                self._whole.abort()
+        found = self._whole.run(self._retain, is_captured=bool(self._for_ddp))
+        gradients: dict[Any, torch.Tensor] = {e.node: each for e, each in self._sums.items()}
+        self._sums = {}
+        for node, gradient in found.items():
+            gradients[node] = add(gradients[node], gradient) if node in gradients else gradient
+        return LeafGradients(gradients, self._for_ddp)
+
+    def abort(self) -> None:
+        """End a whole run that waits, or that has yet to begin."""
+        with self._lock:
+            self._is_aborted = True
+            whole = self._whole
+        if whole is not None:
+            whole.abort()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from rayrpc._autograd.context import DistAutogradContext, MessageKey
+from rayrpc._autograd.context import DistAutogradContext, TensorKey
 from rayrpc._autograd.functions import Recorder, attach_received
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -307,7 +307,7 @@ class GradContexts(Hook):
     def after_encode_reply(self, call: IncomingCall) -> None:
         context, recorder = call.notes[AUTOGRAD]
         if context.add_send_function(recorder, call.src):
-            dependencies: dict[MessageKey, list[MessageKey]] = {}
+            dependencies: dict[TensorKey, list[TensorKey]] = {}
             with contextlib.suppress(RpcError):  # raised again in the pass that explores it
                 dependencies = context.all_dependencies(self._me, recorder.message_id)
             call.reply_meta[AUTOGRAD] = recorder.message_id, dependencies

@@ -8,13 +8,13 @@ What the leader knows of each other worker's part:
 The thread that called ``backward`` sends its calls in batches and waits for the reply to the last
 of each itself, which saves waking another thread.  How it treats the calls that it makes:
 
-    QUEUEING ──batch is sent──> AWAITING ──reply──> QUEUEING
+    QUEUEING ──batch is sent──> DIRECT ──its last reply──> QUEUEING
     QUEUEING ──no call is queued, or the pass has ended──> DIRECT
+    QUEUEING ──another reply──> DIRECT ──that is processed──> QUEUEING
 
-In QUEUEING and AWAITING they are queued for the next batch, in DIRECT they are sent at once; calls
-of other threads always are.  A thread in AWAITING may be the reader of its connection and run the
-callback of another reply.  Calls that this callback makes stay queued until the awaited reply is
-there: a pass in which that reply depends on one of them hangs.
+In QUEUEING they are queued for the next batch, in DIRECT they are sent at once; calls of other
+threads always are.  A thread that waits may be the reader of its connection and run the callback of
+another reply: it is in DIRECT then, so that no step of the pass is left to a thread that waits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from rayrpc.errors import RpcError, WorkerDiedError
 __all__ = ["Leader", "run_backward"]
 
 UNSTARTED = -1  # beside the statuses of a reply
-QUEUEING, AWAITING, DIRECT = range(3)
+QUEUEING, DIRECT = range(2)
 
 
 class Leader(Participant):
@@ -63,7 +63,7 @@ class Leader(Participant):
     Make it in the thread that waits.
 
     Args:
-        others (dict[int, set[int]]): the messages of other workers that take part, by worker.
+        others (dict): the numbers of the tensors that take part, by message, by other worker.
         context, pass_id, entries, retain: as for ``Participant``.
     """
 
@@ -73,7 +73,7 @@ class Leader(Participant):
         pass_id: int,
         entries: dict[int, Entry],
         retain: bool,
-        others: dict[int, set[int]],
+        others: dict[int, dict[int, set[int]]],
     ) -> None:
         super().__init__(context, pass_id, entries, retain, current.get_agent().info.id)
         self._others = others
@@ -81,7 +81,7 @@ class Leader(Participant):
         self._status = dict.fromkeys(others, UNSTARTED)
         received = {node.message_id for each in entries.values() for node in each.exits}
         # the other workers begin with their first gradients from here
-        self._to_begin = [each for each, sent in others.items() if not sent <= received]
+        self._to_begin = [each for each, sent in others.items() if not sent.keys() <= received]
         self._open_parts = 1 + len(others)  # not done, this one included
         self._thread = threading.get_ident()
         self._calling = QUEUEING
@@ -99,7 +99,7 @@ class Leader(Participant):
         try:
             self.begin(roots)
             for worker in self._to_begin:
-                if self._status[worker] == UNSTARTED:
+                if self._change_status(worker, UNSTARTED, PENDING):
                     self._begin_part(worker, {})
             while batch := self._take_batch():
                 for call in batch[:-1]:
@@ -113,7 +113,7 @@ class Leader(Participant):
         self.future.wait()
 
     def _await_reply(self, wait: Callable[..., Reply]) -> Reply:
-        self._calling = AWAITING
+        self._calling = DIRECT
         try:
             return wait(self._has_ended)
         finally:
@@ -133,22 +133,37 @@ class Leader(Participant):
         else:
             super()._call(worker, func, args)
 
+    def _on_callback(self, worker: int, get_reply: Callable[[], Reply]) -> None:
+        if threading.get_ident() != self._thread:
+            self._on_reply(worker, get_reply)
+            return
+        calling, self._calling = self._calling, DIRECT
+        try:
+            self._on_reply(worker, get_reply)
+        finally:
+            self._calling = calling
+
     # -- the others' parts ------------------------------------------------------------------------
 
+    def _change_status(self, worker: int, before: int, after: int) -> bool:
+        """Change what is known of a part; return False if it is not as ``before``."""
+        with self._lock:
+            if self._status[worker] != before:
+                return False
+            self._status[worker] = after
+            return True
+
     def _begin_part(self, worker: int, gradients: Gradients) -> None:
-        self._status[worker] = PENDING
-        message_ids = sorted(self._others[worker])
-        self._request(worker, begin_part, message_ids, self._retain, self._me, gradients)
+        """Begin a part, whose status the caller has changed from UNSTARTED."""
+        messages = {number: sorted(slots) for number, slots in self._others[worker].items()}
+        self._request(worker, begin_part, messages, self._retain, self._me, gradients)
 
     def _send_gradients(self, worker: int, gradients: Gradients, is_needed: bool = False) -> None:
-        with self._lock:
-            status = self._status[worker]
-            if status == NEEDS_GRADIENTS:
-                self._status[worker] = PENDING
-        if status == UNSTARTED:
+        if self._change_status(worker, UNSTARTED, PENDING):
             self._begin_part(worker, gradients)
         else:
-            super()._send_gradients(worker, gradients, status == NEEDS_GRADIENTS)
+            is_needed = self._change_status(worker, NEEDS_GRADIENTS, PENDING)
+            super()._send_gradients(worker, gradients, is_needed)
 
     def _process_reply(self, worker: int, gradients: Gradients, status: int) -> None:
         if status != PENDING:
@@ -212,11 +227,11 @@ def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -
     """
     context = find_context(context_id)
     _check(roots)
-    edges = [(root.grad_fn, root.output_nr) for root in roots]
+    edges = {slot: (root.grad_fn, root.output_nr) for slot, root in enumerate(roots)}
     root = Entry(edges, context.is_exit)
     others = explore(context, root)
-    here = others.pop(current.get_agent().info.id, ())
-    entries = {message_id: context.entry(message_id) for message_id in here}
+    here = others.pop(current.get_agent().info.id, {})
+    entries = {number: context.entry(number, slots) for number, slots in here.items()}
     entries[ROOTS] = root
     leader = Leader(context, contexts().new_id(), entries, retain, others)
     try:

@@ -2,10 +2,10 @@
 
 The worker that calls ``backward`` leads the pass (``leader.py``):
 
-1. *Explore.*  From the roots it follows the received messages that they depend on, and the
+1. *Explore.*  From the roots it follows the received tensors that they depend on, and the
    dependencies of those at their senders: replies carry them, and the leader asks for the rest.  A
-   message that is not found takes no part: no worker waits for its gradients.
-2. *Begin.*  Every worker that takes part is sent the list of its messages that do, with the first
+   tensor that is not found takes no part: no worker waits for its gradient.
+2. *Begin.*  Every worker that takes part is sent the list of its tensors that do, with the first
    gradients if they come from the leader.
 3. *Propagate.*  Gradients go back along the messages, all that a worker has for another at a time,
    and each worker runs its part (``graph.py``) as they arrive.  Gradients for the worker that sent
@@ -16,7 +16,11 @@ The state of a part:
     WAITING ──gradients──> RUNNING ──gradients, while a thread runs a stage──> RERUN
     WAITING <──no stage is ready── RUNNING <──next stage── RERUN
                                    RUNNING, RERUN ──last stage──> FINISHED ──> DONE
+                                   RUNNING, RERUN ──no more stages──> WHOLE_RUN ──> FINISHED
     any but DONE ──error, abort, release of the context──> FAILED
+
+In WHOLE_RUN one run of torch's engine does the rest of the part, takes gradients as they arrive,
+and sends others as they are complete.  It has a thread of its own while it may have to wait.
 
 A part in FINISHED is done at once, whether or not other workers have replied to its gradients; only
 the leader's part stays there until all other parts are done.
@@ -37,11 +41,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.futures import Future
 
+from rayrpc._autograd import graph
+from rayrpc._autograd.accumulate import LeafGradients
 from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import Entry, GradGraph
 from rayrpc._autograd.hook import call_without_context, contexts, find_context
@@ -60,7 +67,7 @@ __all__ = [
     "begin_part",
 ]
 
-WAITING, RUNNING, RERUN, FINISHED, DONE, FAILED = range(6)
+WAITING, RUNNING, RERUN, WHOLE_RUN, FINISHED, DONE, FAILED = range(7)
 
 #: the reply to gradients: others, for the worker that sent them, and for the leader a status
 Reply = tuple[Gradients, int]
@@ -152,6 +159,9 @@ class Participant:
                 return False
             self._state = RUNNING
         stage = self._graph.run()
+        if stage == graph.WHOLE_RUN:
+            self._start_whole_run()
+            return False
         if stage is None:
             with self._lock:
                 if self._state == RUNNING:
@@ -172,13 +182,42 @@ class Participant:
             self._send_gradients(worker, gradients)
         if stage.leaves is None:
             return True
-        self._context.add_gradients(stage.leaves)
+        self._finish(stage.leaves)
+        return False
+
+    def _start_whole_run(self) -> None:
         with self._lock:
             if self._state == FAILED:
-                return False
+                return
+            self._state = WHOLE_RUN
+        if self._graph.is_whole:
+            self._run_whole()
+        else:
+            self._agent.submit(self._run_whole)
+
+    def _run_whole(self) -> None:
+        try:
+            leaves = self._graph.run_whole(self._leave)
+        except BaseException as exc:
+            if not self.fail(exc):
+                self._report(exc)
+        else:
+            self._finish(leaves)
+
+    def _leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Pass the gradients of a receive function on, during a whole run."""
+        if node.sender == self._me:
+            self._graph.add_gradients(node.message_id, gradients)
+        else:
+            self._send_gradients(node.sender, {node.message_id: gradients})
+
+    def _finish(self, leaves: LeafGradients) -> None:
+        self._context.add_gradients(leaves)
+        with self._lock:
+            if self._state == FAILED:
+                return
             self._state = FINISHED
         self._on_part_ended()
-        return False
 
     def _on_part_ended(self) -> None:
         """Complete: the part that ended is this one."""
@@ -203,8 +242,12 @@ class Participant:
 
     def _call(self, worker: int, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         call_without_context(worker, func, args, None).add_done_callback(
-            lambda reply: self._on_reply(worker, reply.value)
+            lambda reply: self._on_callback(worker, reply.value)
         )
+
+    def _on_callback(self, worker: int, get_reply: Callable[[], Reply]) -> None:
+        """Process a reply in the thread that has received it."""
+        self._on_reply(worker, get_reply)
 
     def _on_reply(self, worker: int, get_reply: Callable[[], Reply]) -> None:
         try:
@@ -269,6 +312,7 @@ class Participant:
         """
         if not self._end(FAILED):
             return False
+        self._graph.abort()
         if not isinstance(error, RpcError):
             named = self._named(error)
             named.__cause__ = error.with_traceback(None)
@@ -316,7 +360,7 @@ def _returns_future(func: Any) -> Any:
 def begin_part(
     context_id: int,
     pass_id: int,
-    message_ids: list[int],
+    messages: dict[int, list[int]],
     retain: bool,
     leader: int,
     gradients: Gradients,
@@ -326,13 +370,15 @@ def begin_part(
     Args:
         context_id: of the pass's context.
         pass_id: names the pass in the context.
-        message_ids: this worker's messages that take part.
+        messages: the numbers of the tensors that take part, by this worker's message.
         retain: keep the graph for another pass.
         leader: id of the worker that leads the pass.
         gradients: the first ones, from the leader.
     """
     context = find_context(context_id)
-    entries = {message_id: context.entry(message_id) for message_id in message_ids}
+    entries = {
+        message_id: context.entry(message_id, slots) for message_id, slots in messages.items()
+    }
     part = Participant(context, pass_id, entries, retain, leader)
     return part.report_end(part.begin(gradients, leader))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from graph_parts import accumulate_node, root, run_stage, totals_of
 
-from rayrpc._autograd.accumulate import LeafGradients, add, hooked_nodes, suspend_hooks
+from rayrpc._autograd import accumulate
+from rayrpc._autograd.accumulate import LeafGradients, add, hooked_leaves
 from rayrpc._autograd.graph import ROOTS, GradGraph
 
 
@@ -66,14 +67,16 @@ class TestHooks:
         nodes[1].register_prehook(lambda *_: None)
         leaves[2].register_post_accumulate_grad_hook(lambda *_: None)
         for _ in range(2):  # the second time by what is known
-            assert list(hooked_nodes(nodes)) == nodes[:3]
+            assert [hooked_leaves([node]) for node in nodes] == [True] * 3 + [False]
+        leaves[3].register_hook(lambda *_: None)
+        assert hooked_leaves(nodes[3:])
 
     def test_suspended_hooks_come_back_in_their_order(self):
         leaf = torch.rand(3, requires_grad=True)
         calls = []
         for number in range(3):
             leaf.register_hook(lambda _, number=number: calls.append(number))
-        with suspend_hooks([leaf]):
+        with accumulate._suspended_hooks([leaf]):
             leaf.sum().backward()
             assert calls == []
         leaf.sum().backward()

@@ -1,6 +1,7 @@
 """Exploration: the messages that take part in a pass, asked for where they are not known."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,25 +43,30 @@ def test_roots_without_messages_depend_on_none(context, worker):
 
 def test_known_dependencies_are_not_asked_for(context, worker):
     y = receive(context, 11, sender=1)
-    context.dependencies = {(1, 11): [(2, 21), (2, 22)], (2, 21): [], (2, 22): [(1, 11)]}
+    context.dependencies = {
+        (1, 11, 0): [(2, 21, 0), (2, 22, 1)],
+        (2, 21, 0): [],
+        (2, 22, 1): [(1, 11, 0), (2, 21, 2)],
+        (2, 21, 2): [],
+    }
     found = explore.explore(context, entry_of(context, y.sum()))
-    assert found == {1: {11}, 2: {21, 22}} and worker.calls == []
+    assert found == {1: {11: {0}}, 2: {21: {0, 2}, 22: {1}}} and worker.calls == []
 
 
 def test_senders_are_asked_for_the_rest(context, worker, monkeypatch):
     y = receive(context, 11, sender=1)
-    replies = {(1, 11): [(2, 21)], (2, 21): []}
+    replies: dict[Any, Any] = {(1, 11, 0): [(2, 21, 1)], (2, 21, 1): []}
 
     def call(to, func, args, timeout):
-        context_id, message_ids = args
+        context_id, tensors = args
         assert context_id == context.id
         worker.calls.append(to)
-        found = [key for number in message_ids for key in replies[to, number]]
+        found = [key for number, slot in tensors for key in replies[to, number, slot]]
         return SimpleNamespace(wait=lambda: found)
 
     monkeypatch.setattr(explore, "call_without_context", call)
     found = explore.explore(context, entry_of(context, y.sum()))
-    assert found == {1: {11}, 2: {21}} and worker.calls == [1, 2]
+    assert found == {1: {11: {0}}, 2: {21: {1}}} and worker.calls == [1, 2]
 
 
 def test_messages_of_this_worker_are_followed_here(context, worker):
@@ -70,6 +76,6 @@ def test_messages_of_this_worker_are_followed_here(context, worker):
     recorder.record(weight * before, None, ())
     context.add_send_function(recorder, 1)
     y = receive(context, 11, sender=1)
-    context.dependencies = {(1, 11): [(0, 5)], (1, 10): []}
+    context.dependencies = {(1, 11, 0): [(0, 5, 0)], (1, 10, 0): []}
     found = explore.explore(context, entry_of(context, y.sum()))
-    assert found == {1: {10, 11}, 0: {5}} and worker.calls == []
+    assert found == {1: {10: {0}, 11: {0}}, 0: {5: {0}}} and worker.calls == []

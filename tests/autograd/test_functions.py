@@ -37,14 +37,15 @@ class TestRecorder:
     def test_records_only_tensors_that_require_grad(self, weight):
         with Recorder(7, parameters=False) as recorder:
             dumps(weight * 2, torch.ones(3), weight)
-        assert [edge.output_nr for edge in recorder.edges] == [0, 0]
-        assert variable_of(recorder.edges[1].node) is weight
+        edges = SendFunction(recorder.gates, to=3).next_functions
+        assert [number for _, number in edges] == [0, 0]
+        assert variable_of(edges[1][0]) is weight
 
     def test_forgets_a_first_attempt_at_the_same_message(self, weight):
         with Recorder(7, parameters=False) as recorder:
             dumps(weight)
             dumps(weight)
-        assert len(recorder.edges) == 1
+        assert len(recorder.gates) == 1
 
     def test_is_the_threads_until_its_context_ends(self, weight):
         with Recorder(7, parameters=False) as outer:
@@ -52,20 +53,20 @@ class TestRecorder:
                 dumps(weight)
             dumps(weight)
         dumps(weight)
-        assert len(inner.edges) == len(outer.edges) == 1
+        assert len(inner.gates) == len(outer.gates) == 1
 
     @pytest.mark.parametrize("parameters", [True, False])
     def test_records_parameters_only_if_asked(self, parameters):
         parameter = torch.nn.Parameter(torch.rand(3))
         with Recorder(7, parameters) as recorder:
             recording.reduce_parameter(parameter)
-        assert len(recorder.edges) == parameters
+        assert len(recorder.gates) == parameters
 
-    def test_has_an_edge_to_a_sparse_tensor(self):
+    def test_has_a_gate_to_a_sparse_tensor(self):
         sparse = torch.eye(3).to_sparse().requires_grad_()
         with Recorder(7, parameters=False) as recorder:
             dumps(sparse)
-        assert variable_of(recorder.edges[0].node) is sparse
+        assert variable_of(SendFunction(recorder.gates, to=3).next_functions[0][0]) is sparse
 
 
 class TestMessages:
@@ -102,7 +103,7 @@ class TestMessages:
     def test_send_functions_look_like_nodes(self, weight):
         with Recorder(7, parameters=False) as recorder:
             dumps(weight)
-        node = SendFunction(recorder.edges, to=3)
+        node = SendFunction(recorder.gates, to=3)
         assert node.name() == "torch::distributed::autograd::SendRpcBackward" and node.to == 3
         assert variable_of(node.next_functions[0][0]) is weight
 

@@ -47,30 +47,32 @@ class TestMessages:
         one, other = receive(context, 11, sender=1), receive(context, 12, sender=2)
         send(context, 5, one * 2, weight)
         send(context, 6, one + other)
-        assert context.dependencies_of(context.entry(5)) == [(1, 11)]
-        assert set(context.dependencies_of(context.entry(6))) == {(1, 11), (2, 12)}
+        assert context.dependencies_of(context.entry(5, [0])) == [(1, 11, 0)]
+        assert context.dependencies_of(context.entry(5, [1])) == []
+        assert set(context.dependencies_of(context.entry(6, [0]))) == {(1, 11, 0), (2, 12, 0)}
 
     def test_of_another_context_are_refused(self, context):
         tensor = receive(DistAutogradContext(2), 11, sender=1)
         send(context, 5, tensor)
         with pytest.raises(RuntimeError, match="no longer valid"):
-            context.entry(5)
+            context.entry(5, [0])
 
     def test_dependencies_are_followed_as_far_as_they_are_known(self, context, weight):
         send(context, 4, weight)
         one = receive(context, 11, sender=1)
-        context.dependencies = {(1, 11): [(ME, 4), (2, 21)]}
-        send(context, 5, one)
+        context.dependencies = {(1, 11, 0): [(ME, 4, 0), (2, 21, 3)]}
+        send(context, 5, one, weight)
         assert context.all_dependencies(ME, 5) == {
-            (ME, 5): [(1, 11)],
-            (1, 11): [(ME, 4), (2, 21)],
-            (ME, 4): [],
+            (ME, 5, 0): [(1, 11, 0)],
+            (ME, 5, 1): [],
+            (1, 11, 0): [(ME, 4, 0), (2, 21, 3)],
+            (ME, 4, 0): [],
         }
 
     def test_dependencies_are_limited(self, context):
         one = receive(context, 11, sender=1)
-        chain = {(1, 11 + number): [(1, 12 + number)] for number in range(MAX_DEPENDENCIES * 2)}
-        context.dependencies = chain
+        numbers = range(11, 11 + 2 * MAX_DEPENDENCIES)
+        context.dependencies = {(1, each, 0): [(1, each + 1, 0)] for each in numbers}
         send(context, 5, one)
         assert len(context.all_dependencies(ME, 5)) == MAX_DEPENDENCIES
 

@@ -1,10 +1,24 @@
 """One worker's part of the graph in a pass: which stages run when, and their gradients."""
 
+import functools
+import threading
+from typing import Any
+
 import pytest
 import torch
-from graph_parts import accumulate_node, entry, received, root, run_stage, totals_of
+from graph_parts import (
+    accumulate_node,
+    entry,
+    received,
+    root,
+    run_stage,
+    run_to_end,
+    totals_of,
+)
 
-from rayrpc._autograd.graph import ROOTS, GradGraph
+from rayrpc._autograd import whole_run
+from rayrpc._autograd.graph import ROOTS, WHOLE_RUN, GradGraph
+from rayrpc.errors import RpcError
 
 
 @pytest.fixture
@@ -30,21 +44,18 @@ def alternating(weight):
 
 def run_alternating(weight, retain=False):
     (first, node1), (second, node2), loss, whole = alternating(weight)
-    graph = GradGraph({ROOTS: root(loss), 1: entry(first), 2: entry(second)}, retain)
+    entries = {ROOTS: root(loss), 1: entry(first, key=1), 2: entry(second, key=2)}
+    graph = GradGraph(entries, retain)
     assert graph.run() is None
     graph.add_gradients(ROOTS, [torch.ones(())])
-    stage = run_stage(graph)
-    assert set(stage.exits) == {node2} and stage.leaves is None
-    graph.add_gradients(2, [stage.exits[node2][0] * 3])
-    stage = run_stage(graph)
-    assert set(stage.exits) == {node1} and stage.leaves is None
-    graph.add_gradients(1, [stage.exits[node1][0] * 5])
-    stage = run_stage(graph)
-    assert not stage.exits
-    return totals_of(stage), whole
+    replies = {
+        node2: lambda gradients: (2, [gradients[0] * 3]),
+        node1: lambda gradients: (1, [gradients[0] * 5]),
+    }
+    return run_to_end(graph, replies), whole
 
 
-def test_a_part_runs_in_stages_and_yields_the_gradients_of_the_whole(weight):
+def test_a_part_yields_the_gradients_of_the_whole(weight):
     gradients, whole = run_alternating(weight)
     (expected,) = torch.autograd.grad(whole, weight)
     assert set(gradients) == {weight} and weight.grad is None
@@ -109,7 +120,7 @@ def test_entries_that_arrived_together_run_together(weight):
 
     shared = Count.apply(weight)
     parts = [shared * number for number in (1.0, 2.0, 3.0)]
-    graph = GradGraph({n: entry(part) for n, part in enumerate(parts)}, retain=False)
+    graph = GradGraph({n: entry(part, key=n) for n, part in enumerate(parts)}, retain=False)
     for number in range(3):
         assert graph.run() is None
         graph.add_gradients(number, [torch.ones(3, 3)])
@@ -119,7 +130,7 @@ def test_entries_that_arrived_together_run_together(weight):
 
 
 def test_a_message_whose_gradients_come_twice_counts_once(weight):
-    graph = GradGraph({1: entry(weight * 2), 2: entry(weight * 3)}, retain=False)
+    graph = GradGraph({1: entry(weight * 2), 2: entry(weight * 3, key=2)}, retain=False)
     graph.add_gradients(1, [torch.ones(3, 3)])
     graph.add_gradients(1, [torch.ones(3, 3)])
     graph.add_gradients(2, [torch.ones(3, 3)])
@@ -161,3 +172,227 @@ def test_the_graph_is_kept_only_if_asked(weight):
     graph.add_gradients(ROOTS, [torch.ones(())])
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         graph.run()
+
+
+def test_stages_that_share_no_node_run_as_they_become_ready(weight):
+    """What two of them share may be a leaf."""
+    back, node1 = received(torch.ones(3, 3))
+    loss = (back @ weight).sum()
+    graph = GradGraph({ROOTS: root(loss), 1: entry(weight * 2)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    assert set(run_stage(graph).exits) == {node1}
+    with pytest.raises(RuntimeError, match="second time"):  # the stage has freed its graph
+        loss.backward()
+    graph.add_gradients(1, [torch.ones(3, 3)])
+    (total,) = totals_of(run_stage(graph)).values()
+    expected = torch.ones(3, 3) * 2 + torch.ones(3, 3).T @ torch.ones(3, 3)
+    torch.testing.assert_close(total, expected)
+
+
+def test_a_node_that_stages_would_share_runs_once_with_the_whole_gradient(weight):
+    seen = []
+
+    class Clip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(gradient)
+            return gradient.clamp(-1, 1)
+
+    first = Clip.apply(weight * 1)
+    back, node = received(torch.ones(3, 3))
+    loss = (back * 5 + first * 2).sum()  # first is needed beside what is made of it elsewhere
+    graph = GradGraph({ROOTS: root(loss), 1: entry(first)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    assert graph.run() == WHOLE_RUN
+    gradients = run_to_end(graph, {node: lambda gradients: (1, [gradients[0] * -0.3])})
+    assert [each.tolist() for each in seen] == [[[0.5] * 3] * 3]
+    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 0.5))
+
+
+def test_a_node_behind_another_shared_one_waits_too(weight):
+    """A residual: what both stages reach leads to what both reach."""
+    shared = weight * 2
+    other = shared * 3
+    back, node = received(torch.ones(3, 3))
+    loss = (back * 1 + other + shared).sum()
+    graph = GradGraph({ROOTS: root(loss), 1: entry(other)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    runs = []
+    for made in (shared, other):
+        made.grad_fn.register_hook(lambda *_: runs.append(1))
+    gradients = run_to_end(graph, {node: lambda gradients: (1, gradients)})
+    assert len(runs) == 2
+    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 2 * (3 + 3 + 1.0)))
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_of_several_tensors_runs_once(weight, mode):
+    other = torch.rand(3, 3, requires_grad=True)
+    inner = weight * other
+    calls = []
+    torch.autograd.graph.register_multi_grad_hook(
+        [weight, other, inner], lambda gradients: calls.append(gradients), mode=mode
+    )
+    graph = GradGraph({ROOTS: root(inner.sum())}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    gradients = run_to_end(graph, {})
+    assert len(calls) == 1
+    torch.testing.assert_close(gradients[weight], other.detach())
+    assert weight.grad is other.grad is None
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_hooks_of_a_receive_functions_node_run_once(register):
+    runs = []
+    one, node = received(torch.rand(3))
+    getattr(node, register)(lambda *gradients: runs.append(1))
+    graph = GradGraph({ROOTS: root((one * 2).sum())}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    left: dict[Any, Any] = {}
+    assert graph.run() == WHOLE_RUN
+    graph.run_whole(lambda each, gradients: left.update({each: gradients}))
+    assert runs == [1] and left[node][0].tolist() == [2.0] * 3
+
+
+def test_a_failing_hook_of_a_leaf_leaves_its_grad_alone(weight):
+    kept = weight.grad = torch.ones(3, 3)
+
+    def fail(leaf):
+        raise ValueError("as expected")
+
+    hook = weight.register_post_accumulate_grad_hook(fail)
+    for _ in range(2):  # what the first run held is released
+        graph = GradGraph({ROOTS: root((weight * 2).sum())}, retain=False)
+        graph.add_gradients(ROOTS, [torch.ones(())])
+        with pytest.raises(ValueError, match="as expected"):
+            run_to_end(graph, {})
+        assert weight.grad is kept
+    hook.remove()
+    assert len(weight._backward_hooks or ()) == 0
+
+
+def test_a_whole_run_that_waits_can_be_aborted(weight):
+    shared = weight * 2
+    back, _ = received(torch.ones(3, 3))
+    loss = (back + shared).sum()
+    graph = GradGraph({ROOTS: root(loss), 1: entry(shared)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    assert graph.run() == WHOLE_RUN
+    with pytest.raises(RpcError, match="has ended"):
+        graph.run_whole(lambda *_: graph.abort())
+
+
+def test_a_whole_run_that_was_aborted_before_it_began_does_not_wait(weight):
+    """Its part fails while the thread for it is started."""
+    shared = weight * 2
+    back, _ = received(torch.ones(3, 3))
+    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    assert graph.run() == WHOLE_RUN
+    graph.abort()
+    with pytest.raises(RpcError, match="has ended"):
+        graph.run_whole(lambda *_: None)
+
+
+def test_a_local_pass_beside_a_whole_run_keeps_its_gradients(weight):
+    """Its hooks are on nodes that both run, in two threads."""
+    weight.register_hook(lambda gradient: gradient * 1)
+    shared = weight * 2
+    back, _ = received(torch.ones(3, 3))
+    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=True)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    backward = functools.partial((shared * 5).sum().backward, retain_graph=True)
+
+    def leave(node, gradients):
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join(60)
+        graph.add_gradients(1, gradients)
+
+    assert graph.run() == WHOLE_RUN
+    gradients = {}
+    graph.run_whole(leave).accumulate_into(gradients, threading.Lock())
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full((3, 3), 10.0))
+    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 4.0))
+
+
+def test_the_first_node_of_a_thread_runs_before_any_wait(weight):
+    """Its number is 0, which is that of the nodes that wait."""
+    made = []
+
+    def begin():
+        back, node = received(torch.ones(3, 3))
+        made.append((back, node))
+
+    entries, replies, loss = {}, {}, weight * 1
+    for key in range(1, 6):
+        shared = weight * key
+        thread = threading.Thread(target=begin)  # the receive function is its first node
+        thread.start()
+        thread.join(60)
+        back, node = made[-1]
+        assert node._sequence_nr() == 0
+        entries[key] = entry(shared, key=key)
+        replies[node] = lambda gradients, key=key: (key, gradients)
+        loss = loss + back + shared
+    graph = GradGraph({ROOTS: root(loss.sum()), **entries}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    gradients = run_to_end(graph, replies)
+    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 1 + 2 * 15.0))
+
+
+def test_on_one_device_all_that_is_ready_has_run_before_a_wait(weight, monkeypatch):
+    """Else nodes of an accelerator's thread could make others ready, behind the wait."""
+
+    def fail():
+        raise AssertionError("there is more to run")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(whole_run, "_let_devices_run", fail)
+    waits = []
+    wait = whole_run.WholeRun.wait
+    monkeypatch.setattr(
+        whole_run.WholeRun, "wait", lambda run, key: (waits.append(key), wait(run, key))[1]
+    )
+    entries, replies, value = {}, {}, weight * 1
+    for key in range(1, 9):
+        entries[key] = entry(value, key=key)
+        back, node = received(torch.ones(3, 3))
+        # the gradients come only if the pass goes on beside the wait
+        replies[node] = lambda gradients, key=key: (key, gradients)
+        value = torch.tanh(back * value) + value
+    graph = GradGraph({ROOTS: root(value.sum()), **entries}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    run_to_end(graph, replies)
+    assert waits == list(range(8, 0, -1))
+
+
+def test_a_wait_lets_accelerators_go_on(weight, monkeypatch):
+    shared = weight * 2
+    back, node = received(torch.ones(3, 3))
+    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    gone_on = []
+    kept: list[Any] = []
+
+    def go_on():  # as if an accelerator had run what leads to the exit just now
+        gone_on.append(1)
+        assert graph._whole is not None
+        graph._whole._left.add(node)
+        graph.add_gradients(1, kept[0])
+
+    monkeypatch.setattr(whole_run, "_let_devices_run", go_on)
+    monkeypatch.setattr(
+        whole_run.WholeRun, "leave", lambda run, node, gradients: kept.append(gradients)
+    )
+    assert graph.run() == WHOLE_RUN
+    gradients = {}
+    graph.run_whole(lambda *_: None).accumulate_into(gradients, threading.Lock())
+    assert gone_on == [1]
+    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 4.0))

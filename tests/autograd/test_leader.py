@@ -1,6 +1,7 @@
 """The leader's part of a pass: which part it begins when, its batches of calls, and the end."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from graph_parts import FakeWorker, entry, received, root
 
 from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import ROOTS
-from rayrpc._autograd.leader import AWAITING, DIRECT, QUEUEING, Leader
+from rayrpc._autograd.leader import DIRECT, QUEUEING, Leader
 from rayrpc._autograd.participant import (
     ENDED,
     NEEDS_GRADIENTS,
@@ -52,11 +53,11 @@ def test_a_pass_without_messages_makes_no_call(worker, context, weight):
 def test_a_part_begins_with_its_first_gradients_from_here(worker, context):
     worker.get_reply = lambda call: ({}, ENDED)
     loss = (from_alice(11) * 3).sum()
-    Leader(context, 5, {ROOTS: root(loss)}, True, {ALICE: {11}}).run(ROOT_GRADIENTS)
+    Leader(context, 5, {ROOTS: root(loss)}, True, {ALICE: {11: {0}}}).run(ROOT_GRADIENTS)
     (call,) = worker.calls
-    context_id, pass_id, message_ids, retain, led_by, gradients = call.args
+    context_id, pass_id, messages, retain, led_by, gradients = call.args
     assert (call.worker, call.func) == (ALICE, begin_part)
-    assert (context_id, pass_id, message_ids, retain, led_by) == (1, 5, [11], True, ME)
+    assert (context_id, pass_id, messages, retain, led_by) == (1, 5, {11: [0]}, True, ME)
     assert gradients[11][0].tolist() == [3.0] * 3
 
 
@@ -70,10 +71,11 @@ def test_a_part_with_gradients_from_others_begins_at_once(worker, context, weigh
     worker.get_reply = lambda call: replies[call.worker, call.func]
     y, _ = received(torch.ones(3), message_id=21, sender=BOB)
     entries = {ROOTS: root(y.sum()), 5: entry(from_alice(11) * weight)}
-    leader = Leader(context, 5, entries, False, {BOB: {21}, ALICE: {11, 12}})
+    leader = Leader(context, 5, entries, False, {BOB: {21: {0}}, ALICE: {11: {0}, 12: {0}}})
     leader.run(ROOT_GRADIENTS)
-    assert [(call.worker, call.func) for call in worker.calls] == list(replies)
-    assert worker.calls[1].args[-1] == {}
+    assert {(call.worker, call.func) for call in worker.calls} == set(replies)
+    (begun,) = [call for call in worker.calls if (call.worker, call.func) == (ALICE, begin_part)]
+    assert begun.args[-1] == {} and len(worker.calls) == 3
     assert context.gradients()[weight].tolist() == [1.0] * 3
 
 
@@ -81,7 +83,7 @@ def test_a_part_that_has_said_so_needs_the_next_gradients(worker, context, weigh
     replies = iter([({5: [torch.ones(3)]}, NEEDS_GRADIENTS), ({}, ENDED)])
     worker.get_reply = lambda call: next(replies)
     entries = {ROOTS: root(from_alice(11).sum()), 5: entry(from_alice(12) * weight)}
-    Leader(context, 5, entries, False, {ALICE: {11, 12}}).run(ROOT_GRADIENTS)
+    Leader(context, 5, entries, False, {ALICE: {11: {0}, 12: {0}}}).run(ROOT_GRADIENTS)
     _, propagate = worker.calls
     *_, source, is_needed = propagate.args
     assert (propagate.func, source, is_needed) == (_propagate, ME, True)
@@ -90,7 +92,7 @@ def test_a_part_that_has_said_so_needs_the_next_gradients(worker, context, weigh
 def test_the_pass_waits_for_every_part(worker, context):
     y, _ = received(torch.ones(3), message_id=21, sender=BOB)
     loss = (from_alice(11) + y).sum()
-    leader = Leader(context, 5, {ROOTS: root(loss)}, False, {ALICE: {11}, BOB: {21}})
+    leader = Leader(context, 5, {ROOTS: root(loss)}, False, {ALICE: {11: {0}}, BOB: {21: {0}}})
     leader.begin(ROOT_GRADIENTS)
     assert len(leader._take_batch()) == 2
     leader._process_reply(ALICE, {}, ENDED)
@@ -104,7 +106,7 @@ def test_the_pass_waits_for_every_part(worker, context):
 def test_a_late_reply_does_not_reopen_a_part(worker, context):
     """Replies may be handled by several threads, out of order."""
     loss = from_alice(11).sum()
-    leader = Leader(context, 5, {ROOTS: root(loss)}, False, {ALICE: {11}})
+    leader = Leader(context, 5, {ROOTS: root(loss)}, False, {ALICE: {11: {0}}})
     leader.begin(ROOT_GRADIENTS)
     leader._process_reply(ALICE, {}, ENDED)
     leader._process_reply(ALICE, {}, NEEDS_GRADIENTS)
@@ -113,7 +115,7 @@ def test_a_late_reply_does_not_reopen_a_part(worker, context):
 
 class TestCalls:
     def leader(self, context):
-        return Leader(context, 5, {ROOTS: root(from_alice(11).sum())}, False, {ALICE: {11}})
+        return Leader(context, 5, {ROOTS: root(from_alice(11).sum())}, False, {ALICE: {11: {0}}})
 
     def test_of_the_waiting_thread_are_queued_until_it_waits_no_longer(self, worker, context):
         leader = self.leader(context)
@@ -135,7 +137,38 @@ class TestCalls:
         leader = self.leader(context)
         states = []
         leader._await_reply(lambda has_ended: states.append((leader._calling, has_ended())))
-        assert states == [(AWAITING, False)] and leader._calling == QUEUEING
+        assert states == [(DIRECT, False)] and leader._calling == QUEUEING
+
+    def test_of_a_callback_in_the_waiting_thread_are_sent_at_once(self, worker, context, weight):
+        """It reads the connection while it waits, and runs the callbacks of other replies."""
+        y, _ = received(torch.ones(3), message_id=21, sender=BOB)
+        entries = {
+            ROOTS: root((from_alice(11) + y).sum()),
+            5: entry(from_alice(12) * weight, key=5),
+        }
+        others = {ALICE: {11: {0}, 12: {0}}, BOB: {21: {0}}}
+        leader = Leader(context, 5, entries, False, others)
+        leader.begin(ROOT_GRADIENTS)
+        first, _ = leader._take_batch()
+        leader._status[ALICE] = NEEDS_GRADIENTS
+
+        def wait(has_ended):
+            # the reply of one while the thread waits for the other's
+            leader._on_callback(first[0], lambda: ({5: [torch.ones(3)]}, PENDING))
+            return [call.func for call in worker.calls]
+
+        sent: Any = leader._await_reply(wait)
+        assert sent == [_propagate]
+
+    def test_of_a_callback_between_batches_are_sent_at_once(self, worker, context, weight):
+        """A function of the program may wait for a call of its own."""
+        entries = {ROOTS: root(from_alice(11).sum()), 5: entry(from_alice(12) * weight, key=5)}
+        leader = Leader(context, 5, entries, False, {ALICE: {11: {0}, 12: {0}}})
+        leader.begin(ROOT_GRADIENTS)
+        leader._take_batch()
+        assert leader._calling == QUEUEING
+        leader._on_callback(ALICE, lambda: ({5: [torch.ones(3)]}, PENDING))
+        assert len(worker.calls) == 1 and leader._calling == QUEUEING
 
 
 class TestErrors:
@@ -143,7 +176,7 @@ class TestErrors:
         worker.get_reply = get_reply
         y, _ = received(torch.ones(3), message_id=21, sender=BOB)
         entries = {ROOTS: root(from_alice(11).sum()), 5: entry(y)}
-        leader = Leader(context, 5, entries, False, {ALICE: {11}, BOB: {21}})
+        leader = Leader(context, 5, entries, False, {ALICE: {11: {0}}, BOB: {21: {0}}})
         leader.run(ROOT_GRADIENTS)
 
     def test_abort_the_parts_that_were_begun(self, worker, context):
@@ -161,7 +194,7 @@ class TestErrors:
         assert worker.passes == 0 and context.passes == {}
 
     def test_a_death_ends_the_pass_if_the_worker_takes_part(self, worker, context):
-        leader = Leader(context, 5, {ROOTS: root(from_alice(11).sum())}, False, {ALICE: {11}})
+        leader = Leader(context, 5, {ROOTS: root(from_alice(11).sum())}, False, {ALICE: {11: {0}}})
         leader.on_peer_lost(BOB, WorkerDiedError("bob"))
         assert not leader.future.done()
         leader.on_peer_lost(ALICE, WorkerDiedError("alice"))

@@ -1,0 +1,70 @@
+"""Torch's engine of backward passes, as this package uses it; the place for its private names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from rayrpc._autograd.accumulate import add
+
+__all__ = ["AccumulateGrad", "run_engine", "run_id", "seeds_of"]
+
+_one = torch.ones((), requires_grad=True)
+_grad_fn: Any = _one.view(1).grad_fn
+#: the class of leaves' nodes
+AccumulateGrad: Any = type(_grad_fn.next_functions[0][0])
+
+_run_backward: Any = torch.autograd.graph._engine_run_backward
+
+Edges = Iterable[tuple[Mapping[int, GradientEdge], Sequence[torch.Tensor | None]]]
+
+
+def run_id() -> int:
+    """Return the number of the run of the engine that this thread is in; -1: in none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def seeds_of(entries: Edges) -> dict[GradientEdge, torch.Tensor]:
+    """Return the gradients to start with.
+
+    Args:
+        entries: edges by the number of their tensor, and gradients by that number.
+    """
+    seeds: dict[GradientEdge, torch.Tensor] = {}
+    for edges, gradients in entries:
+        for slot, edge in edges.items():
+            gradient = gradients[slot]
+            if edge.node is not None and gradient is not None:
+                seeds[edge] = add(seeds[edge], gradient) if edge in seeds else gradient
+    return seeds
+
+
+def run_engine(
+    seeds: Mapping[GradientEdge, torch.Tensor], retain: bool, targets: Sequence[GradientEdge] | None
+) -> Sequence[torch.Tensor | None]:
+    """Run torch's engine.
+
+    Args:
+        seeds: gradients, by the edge where they come in.
+        retain: keep the graph for another run.
+        targets: edges at which to stop, and to return the gradient; None: run all nodes, those of
+            leaves included.
+
+    Returns:
+        The gradients at ``targets``, None for one that none reached.
+    """
+    # what torch.autograd.grad calls after checks that take as long as a small pass
+    results: Sequence[torch.Tensor | None] = _run_backward(
+        tuple(seeds),
+        tuple(seeds.values()),
+        retain,
+        create_graph=False,
+        inputs=() if targets is None else tuple(targets),
+        allow_unreachable=True,
+        accumulate_grad=targets is None,
+    )
+    return results

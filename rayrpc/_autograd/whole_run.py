@@ -1,0 +1,235 @@
+"""One run of torch's engine through a worker's part of a pass, while gradients arrive and leave.
+
+All nodes run in one run of the engine, as they do in a local pass: each once, when all gradients
+that reach it are there.  Gradients of sent messages come in at their gates, behind nodes that wait:
+
+    start ──> wait for message 9 ──┬──> gates of message 9 ──> the graph ──> leaves
+                                   │                             └──> receive functions
+                                   └──> wait for message 7 ──┬──> gates of message 7 ──> ...
+                                                             └──> wait for message 2 ──> ...
+
+The engine's thread blocks in a waiting node.  Two rules make that safe:
+
+- The engine runs the ready node with the largest sequence number; waiting nodes have 0, and all
+  others have more.  So it waits only when it has nothing else to run.  Nodes of accelerators run in
+  threads of their own, and may make others ready; a waiting node lets these run first.
+- Messages are awaited in the reverse order in which they were sent.  The gradients of a message
+  depend on gradients that leave here only where these belong to messages received, thus to nodes
+  made, after it was sent; and those depend in turn on messages sent later, which come first.  So
+  no worker waits, directly or through others, for what it would run after the wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from rayrpc._autograd.accumulate import isolated_leaves
+from rayrpc._autograd.edges import edge_at
+from rayrpc._autograd.engine import run_engine, run_id
+from rayrpc._autograd.functions import ANCHOR, running
+from rayrpc.errors import RpcError
+
+__all__ = ["Leave", "WholeRun"]
+
+# How often a run that waits looks whether it has been aborted, at least.
+CHECK_SECONDS = 1.0
+# Between looks whether accelerators have run their nodes.
+DEVICE_SECONDS = 0.0005
+
+Leave = Callable[[Any, Sequence[torch.Tensor | None]], None]
+
+
+class WholeRun:
+    """A run of torch's engine; see above.
+
+    Args:
+        seeds (dict): the gradients of the roots, by edge.
+        gates (Mapping): for each message to wait for, by its id: the gates of its tensors that
+            take part, by their number.
+        exits_of (Mapping): the receive functions that these lead to, by the id of the message.
+        nodes (Collection): all nodes that may run, but for leaves'.
+        exits (Collection): the receive functions among them.
+        leaves (Collection): the nodes of leaves.
+        leave (Callable): takes a receive function and its gradients.
+    """
+
+    def __init__(
+        self,
+        seeds: dict[GradientEdge, torch.Tensor],
+        gates: Mapping[int, Mapping[int, torch.Tensor]],
+        exits_of: Mapping[int, set[Any]],
+        nodes: Collection[Any],
+        exits: Collection[Any],
+        leaves: Collection[Any],
+        leave: Leave,
+    ) -> None:
+        self._seeds = seeds
+        self._gates = gates
+        self._exits_of = exits_of
+        self._nodes = nodes
+        self._exits = exits
+        self._left: set[Any] = set()  # those of the exits that have run
+        self._leaves = leaves
+        self._leave = leave
+        self._changed = threading.Condition()
+        self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}
+        self._is_aborted = False
+        self._id: int | None = None  # of the run of the engine
+
+    def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients of a message's tensors; None for one that was not used."""
+        with self._changed:
+            self._arrived[message_id] = gradients
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Fail the run where it waits next."""
+        with self._changed:
+            self._is_aborted = True
+            self._changed.notify_all()
+
+    def run(self, retain: bool, is_captured: bool) -> dict[Any, torch.Tensor]:
+        """Run all nodes; return the gradients of leaves, by node.
+
+        Args:
+            retain: keep the graph for another pass.
+            is_captured: stop before leaves' nodes; their own hooks do not run then.
+
+        Raises:
+            RuntimeError: it was aborted, or a node failed.
+        """
+        gates = [gate.grad_fn for each in self._gates.values() for gate in each.values()]
+        for node in (*self._nodes, *gates):
+            if node._sequence_nr() == 0:  # the first node that a thread has made
+                node._set_sequence_nr(1)
+        seeds = dict(self._seeds)
+        self._seeds = {}
+        start = self._make_waiting_nodes()  # in torch 2.5 only the tensor keeps its node
+        if start is not None:
+            seeds[edge_at(start.grad_fn)] = torch.empty(0)
+        if not seeds:
+            return {}
+        with running(self, self._exits):
+            if is_captured:
+                targets = [edge_at(node) for node in self._leaves]
+                # what leads to it, the receive functions, runs as well
+                anchor = edge_at(_anchor_node)
+                results = run_engine(seeds, retain, [*targets, anchor])
+                found = zip(self._leaves, results, strict=False)
+                return {node: gradient for node, gradient in found if gradient is not None}
+            seeds[edge_at(_first_node)] = torch.zeros(())
+            with isolated_leaves(self._leaves, self._is_in_run) as isolated:
+                run_engine(seeds, retain, None)
+            return isolated.gradients
+
+    # -- as gates and receive functions need it ---------------------------------------------------
+
+    def begun(self) -> None:
+        """Note the number of the engine's run, of which this thread runs the first node."""
+        with self._changed:
+            self._id = run_id()
+            self._changed.notify_all()
+
+    def arrived(self, message_id: int, slot: int) -> torch.Tensor | None:
+        """Return the gradient of a sent tensor."""
+        return self._arrived[message_id][slot]
+
+    def leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take the gradients of a receive function."""
+        self._left.add(node)
+        self._leave(node, gradients)
+
+    def wait(self, message_id: int) -> None:
+        """Wait until the gradients of a message have arrived.
+
+        Raises:
+            RuntimeError: the run was aborted.
+        """
+        with self._changed:
+            while message_id not in self._arrived:
+                if self._is_aborted:
+                    raise RpcError("the backward pass has ended")
+                if torch.cuda.is_initialized() and self._has_more_to_run(message_id):
+                    self._changed.release()
+                    _let_devices_run()
+                    self._changed.acquire()
+                    self._changed.wait(DEVICE_SECONDS)
+                else:
+                    self._changed.wait(CHECK_SECONDS)
+
+    def _has_more_to_run(self, message_id: int) -> bool:
+        """Tell whether receive functions will run without the gradients of this message."""
+        awaited = [exits for each, exits in self._exits_of.items() if each <= message_id]
+        return not set(self._exits).difference(*awaited) <= self._left
+
+    def _is_in_run(self) -> bool:
+        """Tell whether a hook was called by this run, and not by another one of the same nodes."""
+        with self._changed:
+            # a thread of an accelerator may be faster than the first node
+            self._changed.wait_for(lambda: self._id is not None, CHECK_SECONDS)
+        return run_id() == self._id
+
+    def _make_waiting_nodes(self) -> torch.Tensor | None:
+        """Return an output of the node that waits first; None if there is no message."""
+        following: Any = None
+        function: Any = _Wait
+        with torch.enable_grad():
+            for message_id in sorted(self._gates):
+                gates = self._gates[message_id].values()
+                following = function.apply(message_id, following, *gates)
+                following.grad_fn._set_sequence_nr(0)
+        return following  # type: ignore[no-any-return]
+
+
+def _let_devices_run() -> None:
+    """Let nodes that threads of accelerators have made ready run in this thread.
+
+    It runs what is in its queue while it waits for a run within this one.
+    """
+    with torch.enable_grad():
+        for number in range(torch.cuda.device_count()):
+            leaf = torch.zeros((), device=f"cuda:{number}", requires_grad=True)
+            leaf.clone().backward()
+
+
+class _Wait(torch.autograd.Function):
+    """Wait for the gradients of a message, before its gates and the next such node run."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, message_id: int, following: torch.Tensor | None, *gates: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.message_id = message_id
+        ctx.count = len(gates)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        run = running.here()
+        assert isinstance(run, WholeRun)
+        run.wait(ctx.message_id)
+        start = torch.empty(0)
+        has_following = ctx.needs_input_grad[1]
+        return None, start if has_following else None, *[start] * ctx.count
+
+
+_anchor_node: Any = ANCHOR.view_as(ANCHOR).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+# The engine runs leaves' nodes first; this leaf's notes the number of the run.
+_first = torch.zeros((), requires_grad=True)
+_first_node: Any = _first.view(1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _note_run(gradients: Any) -> tuple[None]:
+    run = running.here()
+    if isinstance(run, WholeRun):
+        run.begun()
+    return (None,)  # nothing is accumulated
+
+
+_first_node.register_prehook(_note_run)
