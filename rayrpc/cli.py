@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import shutil
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 
@@ -16,8 +17,7 @@ from rayrpc.errors import ConfigError, RpcError
 
 __all__ = ["main"]
 
-# After Ctrl-C, a process that has not ended by itself in this time is ended.
-EXIT_SECONDS = 5.0
+STACKS_SECONDS = 1.8  # after a Ctrl-C, for workers to write where they are
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -29,8 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run an unmodified script on Ray",
-        description="Run a script as python would, with rayrpc in the place of "
-        "torch.distributed.rpc; ranks that it spawns become Ray actors.",
+        usage="%(prog)s [-h] [--address ADDRESS] [--config FILE] [--set KEY=VALUE] "
+        "(SCRIPT | -m MODULE) ARGS ...",
+        description="Run a script, a module or a Python command (torchrun) as python would, with "
+        "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
     run.add_argument("--address", help="the Ray cluster: host:port, auto, ray://..., or local")
     run.add_argument("--config", metavar="FILE", help="settings in YAML")
@@ -41,7 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="one setting, its value in YAML; repeatable",
     )
-    run.add_argument("script", metavar="SCRIPT", help="the script")
+    run.add_argument(
+        "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="the module"
+    )
+    run.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
     run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
@@ -52,10 +57,41 @@ def _settings(options: argparse.Namespace) -> config.Settings:
         key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write it as KEY=VALUE")
-        overrides[key.replace("-", "_")] = yaml.safe_load(value)
+        try:
+            overrides[key.replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as exc:
+            problem = " ".join(str(exc).split())
+            raise ConfigError(f"--set {item}: the value is not valid YAML: {problem}") from None
     if options.address is not None:
         overrides["address"] = options.address
     return config.load(options.config, **overrides)
+
+
+def _find_program(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the path of the script, or the name of the module, and its arguments.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if options.module is not None:
+        if not options.module:
+            raise ConfigError("-m: name a module")
+        name, *arguments = options.module
+        sys.path[0] = os.getcwd()
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ConfigError(f"there is no module {name}")
+        return name, arguments
+    if options.script is None:
+        raise ConfigError("name a script, or a module by -m")
+    if os.path.isfile(options.script):
+        return options.script, options.args
+    command = shutil.which(options.script)
+    if command is None:
+        raise ConfigError(f"there is no script {options.script}")
+    with open(command, "rb") as file:  # some systems have a line for the shell before
+        if b"python" not in file.readline(1000) + file.readline(1000):
+            raise ConfigError(f"{options.script} is no script or command in Python")
+    return command, options.args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,39 +110,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         settings = _settings(options)
+        name, arguments = _find_program(options)
     except RpcError as exc:
         print(f"rayrpc: {exc}", file=sys.stderr)
         return 2
-    if not os.path.isfile(options.script):
-        print(f"rayrpc: there is no script {options.script}", file=sys.stderr)
-        return 2
     # here, because they load torch and Ray
     from rayrpc import compat
+    from rayrpc.launch.interrupt import exit_in_time
+    from rayrpc.launch.output import show_stacks
     from rayrpc.launch.process import Shim
-    from rayrpc.launch.program import run_as_main
+    from rayrpc.launch.program import OUR_FILES, run_as_main, run_module_as_main
     from rayrpc.launch.spawning import start_processes
 
     Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
-        run_as_main(options.script, options.args)
+        (run_module_as_main if options.module else run_as_main)(name, arguments)
     except SystemExit as exc:
         if exc.code is None or isinstance(exc.code, int):
             return exc.code or 0
         print(exc.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        # the interpreter's own exit may wait for threads that never end
-        exit_timer = threading.Timer(EXIT_SECONDS, os._exit, (130,))
-        exit_timer.daemon = True
-        exit_timer.start()
-        return 130
     except BaseException as exc:
-        # leave out our own frames: start at the script's
+        if isinstance(exc, KeyboardInterrupt):
+            exit_in_time()
+            show_stacks(STACKS_SECONDS)
+        # leave out our own frames: start at the program's
         trace = exc.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != options.script:
+        while trace is not None and trace.tb_frame.f_code.co_filename in OUR_FILES:
             trace = trace.tb_next
         traceback.print_exception(type(exc), exc, trace or exc.__traceback__)
-        return 1
+        return 130 if isinstance(exc, KeyboardInterrupt) else 1
     return 0
 
 

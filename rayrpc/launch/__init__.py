@@ -5,15 +5,21 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``process``: the shim, which puts rayrpc in place in a script's process and in its children.
 - ``program``: what a process runs, described so that a rank on another host can load it.
 - ``spawning``: ``spawn`` and its context, in the place of ``torch.multiprocessing``'s.
+- ``arguments``: what ranks are called with: shared with those on this node, copied for others.
 - ``placement``: which node has room for a worker; what is reserved there.
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
-- ``output``: what a worker prints, from its file descriptors to this process's terminal.
+- ``capture``: what a worker's process prints goes into pipes; ``stacks``: where its code is.
+- ``collector``: the reader of a node's pipes, here or in an actor there (``output_relay``).
+- ``display``: the collected text on this process's terminal; ``output`` ties these four together.
+- ``child_ranks``: ranks that stay processes of torch's.
+- ``interrupt``: the end of a run by Ctrl-C.
 - ``workers``: ``start_workers``, for workers that only serve, in this process's group.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.
 
 Invariants:
 
+- What a worker has printed is shown, however the worker ends; what it prints faster waits.
 - Every worker is an actor named after it, and ends with the process that started it.
 - A worker's process has the program's environment before it loads torch.
 - A worker asks Ray for nothing unless the settings, or its caller, say so; a request that no node

@@ -6,11 +6,12 @@ that import torch are imported inside methods here, and callables arrive as pick
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import pickle
-import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,15 @@ from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
-from rayrpc.launch.output import Capture
+from rayrpc.launch.capture import Capture
 from rayrpc.launch.placement import named, this_node
 from rayrpc.launch.program import Program
 
-__all__ = ["Ended", "HostedWorker", "start_hosted"]
+__all__ = ["Ended", "HostedWorker", "Target", "start_hosted"]
 
-CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1, "output": 1}
+logger = logging.getLogger(__name__)
+
+CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,26 @@ class Ended:
     trace: str = ""
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a rank runs.
+
+    Args:
+        pickled (bytes): ``(fn, args)``.
+        authkey (bytes): of ``multiprocessing`` in the starting process; empty on other nodes.
+    """
+
+    pickled: bytes
+    authkey: bytes = b""
+
+    def load(self) -> tuple[Callable[..., object], tuple[Any, ...]]:
+        """Return ``fn`` and ``args``."""
+        if self.authkey:  # as a child of that process has it
+            multiprocessing.current_process().authkey = self.authkey
+        fn, args = pickle.loads(self.pickled)
+        return fn, args
+
+
 class HostedWorker:
     """Be a worker.
 
@@ -49,7 +72,6 @@ class HostedWorker:
         program (Program): what the starting process runs.
         node_id (str): of the starting process.
         settings (dict): of the worker, as ``Settings.to_dict`` returns them.
-        capture (bool): send what is printed to the starting process.
     """
 
     def __init__(
@@ -58,16 +80,17 @@ class HostedWorker:
         program: Program,
         node_id: str,
         settings: dict[str, Any],
-        capture: bool,
     ) -> None:
         self._label = label
         self._program = program
         context = ray.get_runtime_context()
         program.enter(same_node=context.get_node_id() == node_id)
-        config.use(config.Settings.from_dict(settings))
-        self._captures = capture
+        self._cluster = context.gcs_address
+        os.environ["RAY_ADDRESS"] = self._cluster  # for children of this process
+        if "RAYRPC_ADDRESS" in os.environ:  # it may be "local", or for outside of the cluster
+            os.environ["RAYRPC_ADDRESS"] = self._cluster
+        config.use(config.Settings.from_dict(settings).replace(address=self._cluster))
         self._capture: Capture | None = None
-        self._capture_decided = threading.Event()
         self._endpoint = HostedEndpoint(context.get_actor_name() or "", CONCURRENCY_GROUPS["rpc"])
         hosted_endpoint(self._endpoint)
 
@@ -98,24 +121,33 @@ class HostedWorker:
         """Return the id of the worker's process."""
         return os.getpid()
 
+    @ray.method(concurrency_group="system")
+    def node_id(self) -> str:
+        """Return the id of the worker's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
     @ray.method(concurrency_group="main")
-    def run(self, rank: int, target: bytes, enter_shim: bytes | None) -> Ended:
+    def run(
+        self, rank: int, target: Target, enter_shim: bytes | None, collector: str | None
+    ) -> Ended:
         """Load the program, and run the rank's main.
 
         Args:
             rank (int): first argument of the main.
-            target (bytes): pickled ``(fn, args)``; ``fn(rank, *args)`` is called.
+            target (Target): ``fn`` and ``args``; ``fn(rank, *args)`` is called.
             enter_shim (bytes, optional): a pickled function to call before the program is loaded.
+            collector (str, optional): address of the collector of output; None: it is left to Ray.
 
         Returns:
             Ended: how the main ended; its exceptions are in there, too.
         """
-        self._start_capture()
+        self._start_capture(collector)
         try:
             if enter_shim is not None:
                 pickle.loads(enter_shim)()
+                config.use(config.settings().replace(address=self._cluster))
             self._program.load()
-            fn, args = pickle.loads(target)
+            fn, args = target.load()
             fn(rank, *args)
             return Ended()
         except SystemExit as exc:
@@ -128,38 +160,45 @@ class HostedWorker:
             if self._capture is not None:
                 self._capture.close()
 
-    def _start_capture(self) -> None:
+    def _start_capture(self, collector: str | None) -> None:
         # not in __init__: after that, Ray writes marks for its own log files
-        if self._captures:
-            self._capture = Capture()
-        self._capture_decided.set()
-
-    @ray.method(concurrency_group="output")
-    def read_output(self) -> list[tuple[int, bytes]] | None:
-        """Return what was printed, as soon as there is some; None at the end."""
-        self._capture_decided.wait()
-        return self._capture.take() if self._capture is not None else None
+        if collector is None:
+            return
+        try:
+            self._capture = Capture(collector, self._label)
+        except OSError as exc:
+            logger.warning(
+                "worker %r cannot reach the collector of output at %s (%s): what it prints is in "
+                "Ray's log files",
+                self._label,
+                collector,
+                exc,
+            )
 
     # -- a server -----------------------------------------------------------------------------
 
     @ray.method(concurrency_group="main")
-    def join_group(self, name: str, init_method: str) -> None:
+    def join_group(self, name: str, init_method: str, collector: str | None) -> None:
         """Join a dynamic group, and serve its calls.
 
         Args:
             name (str): of this worker.
             init_method (str): names the group.
+            collector (str, optional): see ``run``.
         """
-        self._start_capture()
+        self._start_capture(collector)
         from rayrpc import api, startup
+        from rayrpc._runtime import current
 
         options = startup.default_options(config.settings())
         options.init_method = init_method
         api.init_rpc(name, rpc_backend_options=options)
+        if self._capture is not None:
+            current.get_agent().callee.before_reply = self._capture.sync
 
     @ray.method(concurrency_group="main")
     def leave_group(self) -> None:
-        """Leave the group, and send the rest of the output."""
+        """Leave the group, and wait until all that was printed is shown."""
         from rayrpc import api
         from rayrpc._runtime import current
 
@@ -184,7 +223,7 @@ def start_hosted(
     """
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
-    shared = (program, this_node(), settings.to_dict(), settings.log_to_terminal)
+    shared = (program, this_node(), settings.to_dict())
     return {
         worker: actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
         for worker, options in placed.items()

@@ -1,126 +1,189 @@
-"""Carry what a rank prints to the terminal of the process that started it."""
+"""Show what workers print, in the process that started them.
+
+worker's process        its node                            driver
+  Capture ──pipes──> Collector ──────────────────────────> Display    on the driver's node
+  Capture ──pipes──> Collector in an OutputRelay ──read──> Display    on another node
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
-import queue
-import sys
 import threading
-from collections.abc import Callable
-from typing import Any, TextIO
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-__all__ = ["Capture", "follow"]
+import ray
+from ray.actor import ActorHandle
 
-Chunk = tuple[int, bytes]  # file descriptor (1 or 2), text
-MAX_CHUNKS = 256  # that one `take` returns
-MAX_CHUNK_BYTES = 1 << 16
+from rayrpc._concurrency.deadlines import Deadline
+from rayrpc.launch.collector import Collector
+from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, Display, Text
+from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
+from rayrpc.launch.placement import this_node
 
+__all__ = ["Output", "show_stacks"]
 
-class Capture:
-    """Capture what this process writes to its stdout and stderr, also by C code and children.
+# Without any text for so long, workers that were ended are taken for ended.
+STALL_SECONDS = 5.0
+RELAY_SECONDS = 60.0  # to start the actor on another node
+STEP_SECONDS = 0.5  # at most, until Python can handle a Ctrl-C
 
-    File descriptors 1 and 2 become pipes until ``close``; a thread reads each of them.
-    """
-
-    def __init__(self) -> None:
-        self._chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._saved = {fd: os.dup(fd) for fd in (1, 2)}
-        self._readers = []
-        for fd in (1, 2):
-            read_end, write_end = os.pipe()
-            os.dup2(write_end, fd)
-            os.close(write_end)
-            reader = threading.Thread(target=self._read, args=(read_end, fd), daemon=True)
-            reader.start()
-            self._readers.append(reader)
-        sys.stdout = _writer(1)
-        sys.stderr = _writer(2)
-
-    def _read(self, read_end: int, fd: int) -> None:
-        while chunk := os.read(read_end, MAX_CHUNK_BYTES):
-            self._chunks.put((fd, chunk))
-        os.close(read_end)
-
-    def take(self) -> list[Chunk] | None:
-        """Wait for output, and return it.
-
-        Returns:
-            Chunks in the order in which they were written to each descriptor; None after the
-            end, also to every later call.
-        """
-        chunk = self._chunks.get()
-        if chunk is None:
-            self._chunks.put(None)  # for later calls
-            return None
-        chunks = [chunk]
-        while len(chunks) < MAX_CHUNKS:
-            try:
-                chunk = self._chunks.get_nowait()
-            except queue.Empty:
-                break
-            if chunk is None:
-                self._chunks.put(None)
-                break
-            chunks.append(chunk)
-        return chunks
-
-    def close(self, timeout: float = 2.0) -> None:
-        """Restore stdout and stderr; ``take`` then returns the rest, and None.
-
-        Args:
-            timeout (float): for each of the two, how long to wait in seconds until no child
-                process has it open any more.
-        """
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        for fd, saved in self._saved.items():
-            os.dup2(saved, fd)
-        for reader in self._readers:
-            reader.join(timeout)
-        self._chunks.put(None)
+_opened: weakref.WeakSet[Output] = weakref.WeakSet()
 
 
-def _writer(fd: int) -> TextIO:
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def follow(actor: Any, get: Callable[[Any], Any], prefix: str = "") -> threading.Thread:
-    """Write what a rank prints to this process's stdout and stderr, until the rank ends.
+class Output:
+    """What some workers print.
 
     Args:
-        actor (ActorHandle): has a method ``read_output``, which returns what ``Capture.take`` does.
-        get (Callable): waits for its result (``ray.get``).
-        prefix (str): put before every line; empty: chunks are written as they come.
-
-    Returns:
-        threading.Thread: the one that writes; it ends when all is written.
+        actors (dict[str, ActorHandle]): by worker; empty: their output is not captured.
+        prefixes (dict[str, str]): by worker, what to put before each line; none: "".
     """
-    unfinished = {1: b"", 2: b""}  # lines without their end, if there is a prefix
 
-    def write(fd: int, chunk: bytes) -> None:
-        if prefix:
-            whole, newline, unfinished[fd] = (unfinished[fd] + chunk).rpartition(b"\n")
-            chunk = b"".join(mark + line + b"\n" for line in whole.split(b"\n")) if newline else b""
-        stream = sys.stdout if fd == 1 else sys.stderr
-        stream.write(chunk.decode("utf-8", "replace"))
-        stream.flush()
+    def __init__(
+        self, actors: Mapping[str, ActorHandle[Any]], prefixes: Mapping[str, str] | None = None
+    ) -> None:
+        prefixes = prefixes or {}
+        self._display = Display(prefixes)
+        self._display_lock = threading.Lock()
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._noted: dict[bytes | None, set[str]] = {BEGIN: set(), END: set(), STACKS_SHOWN: set()}
+        self._showing = 0
+        self._shown_at = time.monotonic()
+        self._collector: Collector | None = None
+        self._relays: list[Any] = []
+        #: by worker, what its ``Capture`` needs
+        self.addresses: dict[str, str] = {}
+        if actors:
+            self._open(actors, by_line=any(prefixes.values()))
+            _opened.add(self)
 
-    mark = prefix.encode()
+    def _open(self, actors: Mapping[str, ActorHandle[Any]], by_line: bool) -> None:
+        refs = [actor.node_id.remote() for actor in actors.values()]
+        nodes = dict(zip(actors, ray.get(refs), strict=True))
+        collectors: dict[str, str] = {}
+        here = this_node()
+        counts = Counter(nodes.values())
+        if here in counts:
+            self._collector = Collector(self._show, by_line, counts.pop(here))
+            collectors[here] = self._collector.address
+        relays = {node: self._start_relay(node, by_line, count) for node, count in counts.items()}
+        for node, relay in relays.items():
+            collectors[node] = ray.get(relay.address.remote(), timeout=RELAY_SECONDS)
+            workers = [worker for worker in nodes if nodes[worker] == node]
+            threading.Thread(
+                target=self._read, args=(relay, workers), name="rayrpc-output", daemon=True
+            ).start()
+        self.addresses.update({worker: collectors[node] for worker, node in nodes.items()})
 
-    def run() -> None:
-        while True:
-            try:
-                chunks = get(actor.read_output.remote())
-            except Exception:
-                chunks = None  # the actor died; its `run` or `join_group` reports that
-            if chunks is None:
-                break
-            for fd, chunk in chunks:
-                write(fd, chunk)
-        for fd, rest in unfinished.items():
-            if rest:
-                write(fd, b"\n")
+    def _start_relay(self, node: str, by_line: bool, count: int) -> Any:
+        remote: Any = ray.remote
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        relay = (
+            remote(concurrency_groups=CONCURRENCY_GROUPS)(OutputRelay)
+            .options(num_cpus=0, scheduling_strategy=affinity(node, soft=False))
+            .remote(by_line, count)
+        )
+        self._relays.append(relay)
+        return relay
 
-    thread = threading.Thread(target=run, name="rayrpc-output", daemon=True)
-    thread.start()
-    return thread
+    def _read(self, relay: Any, workers: list[str]) -> None:
+        """Show what a relay collects, until it ends."""
+        with contextlib.suppress(Exception):  # it was ended, or its node is lost
+            while True:
+                self._show([Text(*text) for text in ray.get(relay.read.remote())])
+        self._show([Text(worker, 0, END) for worker in workers])
+
+    def _show(self, texts: list[Text]) -> None:
+        with self._changed:
+            self._showing += 1
+        with self._display_lock:
+            # in an empty context, a notebook shows them in the cell that runs
+            contextvars.Context().run(self._display.show, texts)
+        with self._changed:
+            self._showing -= 1
+            self._shown_at = time.monotonic()
+            for worker, fd, note in texts:
+                if fd == 0:
+                    self._noted[note].add(worker)
+            self._changed.notify_all()
+
+    def _wait(self, note: bytes, workers: Iterable[str], deadline: Deadline) -> None:
+        """Wait until all of some workers that have begun have a note."""
+        wanted = set(workers)
+        with self._changed:
+            while self._lacks(note, wanted) and not deadline.expired:
+                stalled = time.monotonic() - self._shown_at > STALL_SECONDS
+                if stalled and not self._showing:
+                    return
+                self._changed.wait(deadline.within(STEP_SECONDS))
+
+    def _lacks(self, note: bytes, workers: set[str]) -> set[str]:
+        return workers & self._noted[BEGIN] - self._noted[note] - self._noted[END]
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def wait_ended(self, workers: Iterable[str], timeout: float | None = None) -> None:
+        """Wait until all is shown that workers have printed, which have ended or are ending.
+
+        A worker whose children keep its output open is waited for 2 s.
+
+        Args:
+            workers (list[str]): names; those that never printed through this are ignored.
+            timeout (float, optional): in seconds; None: as long as the terminal takes.
+        """
+        if os.getpid() == self._pid:  # a forked child has not this one's threads
+            deadline = Deadline(timeout)
+            with self._changed:
+                self._shown_at = time.monotonic()
+            self._wait(END, workers, deadline)
+
+    def show_stacks(self, workers: Iterable[str], timeout: float) -> None:
+        """Have workers write where they are, and wait until that is shown.
+
+        Args:
+            workers (list[str]): names.
+            timeout (float): in seconds.
+        """
+        if os.getpid() != self._pid:
+            return
+        deadline = Deadline(timeout)
+        if self._collector is not None:
+            self._collector.ask_stacks()
+        for relay in self._relays:
+            relay.ask_stacks.remote()
+        self._wait(STACKS_SHOWN, workers, deadline)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Show what is left, and stop; later calls do nothing.
+
+        Args:
+            timeout (float, optional): for ``wait_ended``.
+        """
+        if os.getpid() != self._pid:
+            return
+        self.wait_ended(self.addresses, timeout)
+        _opened.discard(self)
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.close(STEP_SECONDS)
+        relays, self._relays = self._relays, []
+        if ray.is_initialized():
+            for relay in relays:
+                ray.kill(relay)
+
+
+def show_stacks(timeout: float) -> None:
+    """Have all workers that this process started write where they are.
+
+    Args:
+        timeout: in seconds.
+    """
+    deadline = Deadline(timeout)
+    for output in list(_opened):
+        output.show_stacks(output.addresses, deadline.remaining() or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,6 +17,7 @@ __all__ = [
     "check_placeable",
     "demands",
     "named",
+    "near",
     "placed_options",
     "release_placement",
     "this_node",
@@ -56,7 +57,7 @@ def check_placeable(wanted: Mapping[str, WorkerResources]) -> None:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for worker, want in wanted.items():
         demand = demands(want)
-        if any(all(n.get(k, 0) >= v for k, v in demand.items()) for n in nodes):
+        if _fits(demand, nodes):
             continue
         for name, amount in demand.items():
             most = max((node.get(name, 0) for node in nodes), default=0)
@@ -70,6 +71,11 @@ def check_placeable(wanted: Mapping[str, WorkerResources]) -> None:
             f"Worker {worker!r} asks for {demand}, which no single node of the cluster has "
             "together. Ask for less in the setting `workers`, or add a node that has it."
         )
+
+
+def _fits(demand: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether some node has all that is asked for, were it idle."""
+    return any(all(n.get(k, 0) >= v for k, v in demand.items()) for n in nodes)
 
 
 def placed_options(
@@ -117,6 +123,29 @@ def placed_options(
             )
         )
     return options
+
+
+def near(
+    options: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, WorkerResources], node_id: str
+) -> dict[str, dict[str, Any]]:
+    """Return Ray's options for workers that shall be on one node if they fit there.
+
+    Args:
+        options (dict): as ``placed_options`` returned them; a placement group stays as it is.
+        wanted (dict[str, WorkerResources]): by worker.
+        node_id (str): of the node; empty: any.
+    """
+    strategies = ray.util.scheduling_strategies
+    nodes = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node_id]
+    result = {}
+    for worker, option in options.items():
+        demand = demands(wanted[worker])
+        result[worker] = dict(option)
+        if _fits(demand, nodes):
+            # a soft affinity is not kept for workers that ask for nothing
+            here = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+            result[worker].setdefault("scheduling_strategy", here)
+    return result
 
 
 def release_placement(options: Mapping[str, Mapping[str, Any]]) -> None:

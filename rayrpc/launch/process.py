@@ -2,12 +2,17 @@
 
 ``multiprocessing`` sends a spawned child a dictionary, which the child unpickles before it loads
 the script.  An entry of ours in that dictionary enters the shim there.  Forked children inherit it.
+Other Python processes (``subprocess``, torchrun) find it by two environment variables: PYTHONPATH
+has the folder of ``launch.children``, and another one holds the shim.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import multiprocessing.spawn
+import os
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +21,13 @@ from typing import Any
 import torch.multiprocessing
 
 from rayrpc import config
+from rayrpc._transports import process_origin
+from rayrpc.launch.children import with_folder
 
-__all__ = ["Shim", "get_install", "set_install"]
+__all__ = ["Shim", "enter_in_child", "get_install", "set_install"]
+
+# Ray's processes and other machines do not get it: see ``launch.program``.
+_SHIM = "RAYRPC_INTERNAL_SHIM"
 
 _spawn_module: Any = multiprocessing.spawn
 _get_preparation_data = _spawn_module.get_preparation_data
@@ -58,6 +68,8 @@ class Shim:
     def enter(self) -> None:
         """Put rayrpc in place in this process, and in those that it starts from now on.
 
+        Processes that are not children of ``multiprocessing`` get the settings of this moment.
+
         Raises:
             ConfigError: a setting is unknown or not valid.
         """
@@ -68,12 +80,26 @@ class Shim:
         mp.spawn = mp.start_processes = self.start_processes
         module: Any = sys.modules["torch.multiprocessing.spawn"]  # "spawn" in mp is the function
         module.spawn = module.start_processes = self.start_processes
+        parts = self, process_origin.origin_of_ranks()
+        os.environ[_SHIM] = base64.b64encode(pickle.dumps(parts)).decode()
+        os.environ["PYTHONPATH"] = with_folder(os.environ.get("PYTHONPATH", ""))
 
     def _preparation_data(self, name: str) -> dict[str, Any]:
         data: dict[str, Any] = _get_preparation_data(name)
         now = config.settings().to_dict()  # the script may have changed them
         data["rayrpc"] = _Entry(dataclasses.replace(self, settings=now))
         return data
+
+
+def enter_in_child(text: str) -> None:
+    """Enter the shim of the process that has started this one, not by ``multiprocessing``.
+
+    Args:
+        text: the value of the environment variable.
+    """
+    shim, origin = pickle.loads(base64.b64decode(text))
+    process_origin.enter_subprocess(origin)
+    shim.enter()
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Program", "run_as_main"]
+from rayrpc._protocol.origin import Origin
+from rayrpc._transports import process_origin
+from rayrpc.launch.children import without_folder
+
+__all__ = ["OUR_FILES", "Program", "run_as_main", "run_module_as_main"]
+
+#: the files whose frames are between the command line and a program
+OUR_FILES = (str(Path(__file__).parents[1] / "cli.py"), __file__, runpy.__file__, "<frozen runpy>")
 
 # Prefixes of variables that Ray set in this process, or that belong to one machine alone.
 _NOT_SENT = ("RAY_", "RAYRPC_INTERNAL_")
 
+
+def _environ() -> dict[str, str]:
+    """Return the environment, without what ``launch.process`` adds for children."""
+    environ = dict(os.environ)
+    if path := without_folder(environ.pop("PYTHONPATH", "")):
+        environ["PYTHONPATH"] = path
+    return environ
+
+
 # Read when the module is imported, which is before the script runs: only a copy from that time
 # shows which variables the script changed.
-_environ_at_start = dict(os.environ)
+_environ_at_start = _environ()
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class Program:
         cwd (str): its working directory; empty: ranks stay in their own.
         environ (dict[str, str]): its environment.
         changed (frozenset[str]): names in it that the process itself changed.
+        origin (Origin, optional): of the hosted workers that the process starts.
     """
 
     path: str = ""
@@ -50,6 +67,7 @@ class Program:
     cwd: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
+    origin: Origin | None = None
 
     @staticmethod
     def of_this_process() -> Program:
@@ -64,7 +82,7 @@ class Program:
         path = "" if module else getattr(main, "__file__", None) or ""
         if path and not Path(path).is_file():
             path = ""
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_SENT)}
+        environ = {k: v for k, v in _environ().items() if not k.startswith(_NOT_SENT)}
         return Program(
             path=os.path.abspath(path) if path else "",
             module=module,
@@ -74,6 +92,7 @@ class Program:
             cwd=os.getcwd(),
             environ=environ,
             changed=frozenset(k for k, v in environ.items() if _environ_at_start.get(k) != v),
+            origin=process_origin.origin_of_ranks(),
         )
 
     @staticmethod
@@ -84,10 +103,10 @@ class Program:
             Program: with this process's ``sys.path`` and environment alone.
         """
         here = Program.of_this_process()
-        return Program(sys_path=here.sys_path, environ=here.environ)
+        return Program(sys_path=here.sys_path, environ=here.environ, origin=here.origin)
 
     def enter(self, same_node: bool) -> None:
-        """Give this process the environment of the program; before torch is imported.
+        """Give this process the environment and origin of the program; before torch is imported.
 
         Args:
             same_node (bool): this process is on the node of the described one.  On another node,
@@ -104,6 +123,8 @@ class Program:
         if os.path.isdir(self.cwd):
             os.chdir(self.cwd)
         sys.argv[:] = self.argv
+        if self.origin is not None:
+            process_origin.enter(self.origin)
 
     def load(self) -> None:
         """Load the program as ``__mp_main__``, which is ``__main__`` from then on.
@@ -136,6 +157,22 @@ def _code(path: str, source: bytes) -> types.CodeType:
         lines = importlib.util.decode_source(source).splitlines(keepends=True)
         linecache.cache[path] = (len(source), None, lines, path)  # for tracebacks
     return compile(source, path, "exec", dont_inherit=True)
+
+
+def run_module_as_main(name: str, argv: list[str]) -> None:
+    """Run a module as ``python -m name argv`` would, in this process.
+
+    Args:
+        name (str): of the module, or of a package with a ``__main__``.
+        argv (list[str]): its arguments.
+
+    Raises:
+        ImportError: there is no such module.
+        BaseException: whatever the module raises, ``SystemExit`` included.
+    """
+    sys.argv[1:] = argv
+    sys.path[0] = os.getcwd()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def run_as_main(path: str, argv: list[str], environ: Mapping[str, str] | None = None) -> None:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 import warnings
 from collections.abc import Callable, Sequence
-from threading import Thread
 from typing import Any, Literal, overload
 
-import cloudpickle
 import ray
-import torch.multiprocessing
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
-from torch.multiprocessing.spawn import (
-    ProcessContext,
-    ProcessExitedException,
-    ProcessRaisedException,
-)
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from rayrpc import config
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._transports.process_origin import count_ranks
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.ray_errors import cause_of
+from rayrpc.launch import child_ranks
+from rayrpc.launch.arguments import Arguments
+from rayrpc.launch.child_ranks import ChildContext
 from rayrpc.launch.hosted import Ended, HostedWorker, start_hosted
-from rayrpc.launch.output import follow
+from rayrpc.launch.interrupt import note_interrupt
+from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
+    near,
     placed_options,
     release_placement,
+    this_node,
     wait_placed,
 )
 from rayrpc.launch.process import Shim, get_install
@@ -39,7 +40,8 @@ __all__ = ["RankContext", "spawn", "start_processes"]
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_SECONDS = 5.0  # to write what ranks printed before they ended
+STACKS_SECONDS = 1.8  # after a Ctrl-C, for ranks to write where they are
+KILL_SECONDS = 0.8  # then, to end them; and to show the rest of what they printed
 WAIT_SECONDS = 0.5  # at most, until Python can handle a Ctrl-C
 
 
@@ -52,7 +54,7 @@ class RankContext:
         actors (list[ActorHandle]): one for each rank.
         pids (list[int]): their processes.
         refs (list[ObjectRef]): results of the actors' ``run``.
-        outputs (list[Thread]): threads that write what ranks print.
+        output (Output): what the ranks print.
         options (dict): by rank's name, as ``placed_options`` returned them.
 
     Source: ``torch.multiprocessing.spawn.ProcessContext``.
@@ -63,14 +65,16 @@ class RankContext:
         actors: Sequence[ActorHandle[HostedWorker]],
         pids: Sequence[int],
         refs: Sequence[ray.ObjectRef[Ended]],
-        outputs: Sequence[Thread],
+        output: Output,
         options: dict[str, dict[str, Any]],
     ) -> None:
         self._options = options
         self._actors = actors
         self._pids = pids
         self._rank_of = {ref: rank for rank, ref in enumerate(refs)}
-        self._outputs = outputs
+        self._output = output
+        #: as ``spawn`` has counted them
+        self.counted = 0
 
     def pids(self) -> list[int]:
         """Return the process id of each rank, on the rank's own node.
@@ -102,6 +106,10 @@ class RankContext:
         try:
             for ref in self._wait(timeout):
                 self._check(self._rank_of.pop(ref), ref, grace_period)
+        except KeyboardInterrupt:
+            note_interrupt()
+            self._interrupt()
+            raise
         except BaseException:
             self._end_all()
             raise
@@ -125,12 +133,13 @@ class RankContext:
         try:
             ended = ray.get(ref)
         except RayActorError as exc:
+            self._output.wait_ended([f"rank{rank}"])
             self._wait_for_others(grace_period)
             raise ProcessExitedException(
                 f"process {rank} (pid {pid}) terminated: {cause_of(exc)}", rank, pid, 1
             ) from None
-        self._outputs[rank].join(OUTPUT_SECONDS)
         ray.kill(self._actors[rank])  # a plain process, too, ends with its main
+        self._output.wait_ended([f"rank{rank}"])
         if ended.exit_code == 0:
             return
         self._wait_for_others(grace_period)
@@ -152,12 +161,25 @@ class RankContext:
             ray.wait(list(self._rank_of), num_returns=len(self._rank_of), timeout=grace_period)
 
     def _end_all(self) -> None:
+        """End the ranks, and show the rest of what they printed."""
+        self._kill_all()
+        self._output.close()
+
+    def _kill_all(self) -> None:
+        counted, self.counted = self.counted, 0
+        count_ranks(-counted)
         for actor in self._actors:
             ray.kill(actor)
         release_placement(self._options)
-        deadline = Deadline(OUTPUT_SECONDS)
-        for output in self._outputs:
-            output.join(deadline.remaining())
+
+    def _interrupt(self) -> None:
+        """Show where the ranks are, and end them; Ray may hang."""
+        running = [f"rank{rank}" for rank in self._rank_of.values()]
+        self._output.show_stacks(running, STACKS_SECONDS)
+        killer = threading.Thread(target=self._kill_all, daemon=True)
+        killer.start()
+        killer.join(KILL_SECONDS)
+        self._output.close(KILL_SECONDS)
 
 
 @overload
@@ -209,7 +231,8 @@ def spawn(
 
     Args:
         fn (Callable): called as ``fn(rank, *args)``; its result is ignored.
-        args (tuple): its further arguments; they are pickled.
+        args (tuple): its further arguments.  Ranks on this node share the tensors in them with
+            this process, as ``multiprocessing``'s children do; ranks on others have copies.
         nprocs (int): how many ranks.
         join (bool): wait for all of them.
         daemon (bool): accepted and ignored; ranks always end with the process that started them.
@@ -219,7 +242,8 @@ def spawn(
         None if ``join``, else a context to join.
 
     Raises:
-        PlacementError: a rank asks for resources that no node has, or that did not become free.
+        PlacementError: a rank asks for resources that no node has, or that did not become free; or
+            it is on another node, and an argument is in shared memory, or a pipe or socket.
         ProcessRaisedException, ProcessExitedException: a rank failed; see ``RankContext.join``.
         RuntimeError: an argument can only be inherited (a queue or lock of ``multiprocessing``).
 
@@ -229,27 +253,13 @@ def spawn(
         warnings.warn(
             f"rayrpc.spawn starts actors; start_method={start_method!r} is ignored", stacklevel=2
         )
-    program = Program.of_this_process()
-    target = _dump(fn, args, by_value=not (program.path or program.module))
-    settings = config.settings()
-    connect(settings)
-    wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
-    check_placeable(wanted)
-    options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
-    enter_shim = _dump_shim(settings)
-    actors = start_hosted(program, settings, options)
+    count_ranks(nprocs)
     try:
-        pids = wait_placed(actors, wanted, settings.placement_timeout)
-        outputs = [follow(actor, ray.get) for actor in actors.values()]
-        refs = [
-            actor.run.remote(rank, target, enter_shim) for rank, actor in enumerate(actors.values())
-        ]
+        context = _start(fn, args, nprocs)
     except BaseException:
-        for actor in actors.values():
-            ray.kill(actor)
-        release_placement(options)
+        count_ranks(-nprocs)
         raise
-    context = RankContext(list(actors.values()), list(pids.values()), refs, outputs, options)
+    context.counted = nprocs
     if not join:
         return context
     while not context.join():
@@ -257,15 +267,36 @@ def spawn(
     return None
 
 
-def _dump(fn: Any, args: Any, by_value: bool) -> bytes:
-    if by_value:  # other processes cannot import a notebook's functions
-        return bytes(cloudpickle.dumps((fn, args), 5))
+def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> RankContext:
+    program = Program.of_this_process()
+    arguments = Arguments(fn, args, by_value=not (program.path or program.module))
+    settings = config.settings()
+    connect(settings)
+    wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
+    check_placeable(wanted)
+    options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
+    enter_shim = _dump_shim(settings)
+    here = this_node()
+    placed = near(options, wanted, here) if arguments.tied else options
+    actors = start_hosted(program, settings, placed)
+    output: Output | None = None
     try:
-        return pickle.dumps((fn, args), 5)
-    except RuntimeError:
-        raise  # a queue or a lock of multiprocessing: only its own children can inherit it
-    except Exception:
-        return bytes(cloudpickle.dumps((fn, args), 5))
+        pids = wait_placed(actors, wanted, settings.placement_timeout)
+        nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
+        targets = arguments.targets(nodes, here)
+        output = Output(actors if settings.log_to_terminal else {})
+        refs = [
+            actor.run.remote(rank, targets[rank], enter_shim, output.addresses.get(name))
+            for rank, (name, actor) in enumerate(actors.items())
+        ]
+    except BaseException:
+        for actor in actors.values():
+            ray.kill(actor)
+        release_placement(options)
+        if output is not None:
+            output.close()
+        raise
+    return RankContext(list(actors.values()), list(pids.values()), refs, output, options)
 
 
 def _dump_shim(settings: config.Settings) -> bytes | None:
@@ -276,11 +307,6 @@ def _dump_shim(settings: config.Settings) -> bytes | None:
     return pickle.dumps(Shim(settings.to_dict(), install, start_processes).enter)
 
 
-# Kept from import time: later, the shim has ours in its place.
-_mp: Any = torch.multiprocessing
-_start_torch_processes = _mp.start_processes
-
-
 def start_processes(
     fn: Callable[..., object],
     args: tuple[Any, ...] = (),
@@ -288,7 +314,7 @@ def start_processes(
     join: bool = True,
     daemon: bool = False,
     start_method: str = "spawn",
-) -> RankContext | ProcessContext | None:
+) -> RankContext | ChildContext | None:
     """Stand for ``torch.multiprocessing.start_processes`` and ``spawn`` in a script.
 
     What only children of this process can do stays with torch: another start method than
@@ -314,7 +340,4 @@ def start_processes(
             if "through inheritance" not in str(exc):
                 raise
             logger.warning("ranks stay processes of this machine: %s", exc)
-    started: ProcessContext | None = _start_torch_processes(
-        fn, args, nprocs, join, daemon, start_method
-    )
-    return started
+    return child_ranks.start_processes(fn, args, nprocs, join, daemon, start_method)

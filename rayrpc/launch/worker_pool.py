@@ -23,6 +23,7 @@ from rayrpc._transports.ray.cluster import connect, through_client
 from rayrpc.config import WorkerResources
 from rayrpc.errors import PlacementError
 from rayrpc.launch.hosted import HostedWorker
+from rayrpc.launch.output import Output
 from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
 from rayrpc.launch.workers import start_into
 
@@ -113,6 +114,7 @@ class WorkerPool:
             )
         self._node = this_node() if here else None
         self._actors: dict[str, ActorHandle[HostedWorker]] = {}
+        self._outputs: dict[str, Output] = {}
         self._node_of: dict[str, str] = {}
         self._stopped = False
         self._lock = threading.Lock()
@@ -142,13 +144,15 @@ class WorkerPool:
         placed = placed_options(wanted, None, settings.placement_timeout)
         for name, options in placed.items():
             options["scheduling_strategy"] = self._strategy(name, wanted[name])
-        actors = start_into(self._agent, settings, wanted, placed)
+        actors, output = start_into(self._agent, settings, wanted, placed)
         with self._lock:
             if not self._stopped:
                 self._actors.update(actors)
+                self._outputs.update(dict.fromkeys(names, output))
                 return names
         for actor in actors.values():
             ray.kill(actor)
+        output.close()
         raise PlacementError("the workers that were being started are not needed any more")
 
     def _strategy(self, name: str, want: WorkerResources) -> Any:
@@ -198,6 +202,15 @@ class WorkerPool:
             ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
         for actor in actors:
             ray.kill(actor)
+        self._close_outputs(names)
+
+    def _close_outputs(self, names: Sequence[str]) -> None:
+        """Show the rest of what ended workers printed."""
+        outputs = {name: self._outputs.pop(name) for name in names if name in self._outputs}
+        for name, output in outputs.items():
+            output.wait_ended([name])
+        for output in set(outputs.values()) - set(self._outputs.values()):
+            output.close()
 
     def _end_with_program(self) -> None:
         if os.getpid() == self._pid:  # a forked child does not own the workers
@@ -217,4 +230,5 @@ class WorkerPool:
         if ray.is_initialized():
             for actor in actors.values():
                 ray.kill(actor)
+        self._close_outputs(list(self._outputs))
         _membership.leave()

@@ -17,7 +17,7 @@ from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
 from rayrpc.launch.hosted import HostedWorker, start_hosted
-from rayrpc.launch.output import follow
+from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
     placed_options,
@@ -40,6 +40,7 @@ class WorkerGroup:
     Args:
         actors (dict[str, ActorHandle]): by worker.
         placed (dict): by worker, as ``placed_options`` returned them.
+        output (Output): what they print.
 
     Raises:
         KeyError: by ``group[name]``: no worker of this name was started here.
@@ -58,9 +59,11 @@ class WorkerGroup:
         self,
         actors: dict[str, ActorHandle[HostedWorker]],
         placed: dict[str, dict[str, Any]],
+        output: Output,
     ) -> None:
         self._actors = actors
         self._placed = placed
+        self._output = output
 
     def __getitem__(self, name: str) -> WorkerInfo:
         if name not in self._actors:
@@ -89,12 +92,14 @@ class WorkerGroup:
         """
         actors, self._actors = self._actors, {}
         if not ray.is_initialized():  # Ray was shut down, and has ended them
+            self._output.close()
             return
         refs = [actor.leave_group.remote() for actor in actors.values()]
         ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
         for actor in actors.values():
             ray.kill(actor)
         release_placement(self._placed)
+        self._output.close()
 
 
 def start_workers(
@@ -168,11 +173,11 @@ def start_with(
         )
     placed = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
     try:
-        actors = start_into(agent, settings, wanted, placed)
+        actors, output = start_into(agent, settings, wanted, placed)
     except BaseException:
         release_placement(placed)
         raise
-    group = WorkerGroup(actors, placed)
+    group = WorkerGroup(actors, placed, output)
     agent.on_shutdown(group.stop)
     return group
 
@@ -182,7 +187,7 @@ def start_into(
     settings: config.Settings,
     wanted: Mapping[str, WorkerResources],
     placed: dict[str, dict[str, Any]],
-) -> dict[str, ActorHandle[HostedWorker]]:
+) -> tuple[dict[str, ActorHandle[HostedWorker]], Output]:
     """Start workers that join a dynamic group, and wait until they serve.
 
     Args:
@@ -192,22 +197,27 @@ def start_into(
         placed: by worker, as ``placed_options`` returned them.
 
     Returns:
-        The actors by worker.
+        The actors by worker, and what they print; close that after they have ended.
 
     Raises:
         PlacementError: a worker was not started in time; the others were ended.
     """
     method = f"ray://{agent.key}"
     actors = start_hosted(Program.without_script(), settings, placed)
+    output: Output | None = None
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
-        for name, actor in actors.items():
-            follow(actor, ray.get, f"({name}) ")
-        ray.get([actor.join_group.remote(name, method) for name, actor in actors.items()])
+        captured = actors if settings.log_to_terminal else {}
+        output = Output(captured, {name: f"({name}) " for name in actors})
+        addresses = [output.addresses.get(name) for name in actors]
+        joining = zip(actors.items(), addresses, strict=True)
+        ray.get([a.join_group.remote(name, method, address) for (name, a), address in joining])
         for name in wanted:
             agent.lookup(name)  # waits until the directory has announced it here
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)
+        if output is not None:
+            output.close()
         raise
-    return actors
+    return actors, output

@@ -1,97 +1,153 @@
-"""What ranks print: captured there, written here."""
-
-from types import SimpleNamespace
+"""What ranks and workers print, on a cluster."""
 
 import pytest
+from conftest import ROOT, python_path
+from launching import runner
 
-from rayrpc.launch.output import follow
 
-# -- capturing ------------------------------------------------------------------------------------
+@pytest.fixture
+def run(start, script):
+    return runner(start, script)
 
-CAPTURES = """
-import os, subprocess, sys
-from rayrpc.launch.output import Capture
 
-terminal = os.dup(1)
-capture = Capture()
-{code}
-capture.close()
-print("not captured", flush=True)
-chunks = []
-while (taken := capture.take()) is not None:
-    chunks += taken
-assert capture.take() is None
-for fd in (1, 2):
-    text = b"".join(chunk for number, chunk in chunks if number == fd)
-    os.write(terminal, repr((fd, text)).encode() + b"\\n")
+PRINTS = """
+import sys
+import rayrpc as rpc
+
+def say(count):
+    for number in range(count):
+        print("line", number)
+
+if __name__ == "__main__":
+    rpc.start_workers(["w"])
+    for number in range(50):
+        rpc.rpc_sync("w", say, args=(1000,))
+    {end}
 """
 
 
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("end", ["rpc.shutdown()", "pass"])
+def test_a_program_ends_when_all_that_its_workers_printed_is_shown(run, end):
+    one = run(PRINTS.format(end=end))
+    assert one.end() == 0, one.output[-2000:]
+    lines = [line for line in one.output.splitlines() if line.startswith("(w) line")]
+    assert lines == [f"(w) line {number}" for _ in range(50) for number in range(1000)]
+
+
+DIES = """
+import ctypes, os, sys
+import torch.multiprocessing as mp
+
+def main(rank, how):
+    for number in range(2000):
+        print("line", number, flush=True)
+    if how == "exit":
+        os._exit(3)
+    ctypes.string_at(0)
+
+if __name__ == "__main__":
+    mp.spawn(main, args=(sys.argv[1],), nprocs=1)
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("how", "text"), [("exit", "line 1999"), ("fault", "in main")])
+def test_a_rank_that_dies_has_said_all_that_it_printed(run, how, text):
+    one = run(DIES, how)
+    assert one.end() == 1
+    assert one.output.count("line ") >= 2000 and text in one.output
+    assert one.output.index("line 1999") < one.output.index("ProcessExitedException")
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def say(text):
+    print(text, end="")
+
+
+def write(text):
+    import os
+
+    os.write(2, text.encode())
+
+
+def fail(text):
+    print(text)
+    raise ValueError(text)
+
+
+async def say_later(text):
+    print(text)
+
+
+def pass_on(to, text):
+    import rayrpc as rpc
+
+    rpc.rpc_sync(to, say, args=(text,))
+
+
+@pytest.fixture(scope="module")
+def workers(ray_cluster):
+    import rayrpc as rpc
+
+    rpc.start_workers(["ann", "ben"], me="me")
+    yield rpc
+    rpc.shutdown()
+
+
 @pytest.mark.parametrize(
-    ("code", "line"),
+    "call",
     [
-        ("print('printed')", "(1, b'printed\\n')"),
-        ("print('error', file=sys.stderr)", "(2, b'error\\n')"),
-        ("print('no end', end='')", "(1, b'no end')"),
-        ("os.write(1, b'by os.write')", "(1, b'by os.write')"),
-        ("subprocess.run(['echo', 'by a child'])", "(1, b'by a child\\n')"),
-        ("print('\\u00fc\\ud800')", "(1, b'\\xc3\\xbc\\\\ud800\\n')"),
-        ("for number in range(500): os.write(1, b'x')", f"(1, b'{'x' * 500}')"),
+        lambda rpc, text: rpc.rpc_sync("ann", say, args=(text,)),
+        lambda rpc, text: rpc.rpc_sync("ann", write, args=(text,)),
+        lambda rpc, text: rpc.rpc_async("ann", say, args=(text,)).wait(),
+        lambda rpc, text: rpc.remote("ann", say, args=(text,)).to_here(),
+        lambda rpc, text: rpc.rpc_sync("ann", say_later, args=(text,)),
+        lambda rpc, text: rpc.rpc_sync("ann", pass_on, args=("ben", text)),
     ],
+    ids=["sync", "os.write", "async", "remote", "coroutine", "nested"],
 )
-def test_all_that_a_process_writes_is_captured(start, script, code, line):
-    one = start(script(CAPTURES.format(code=code)))
-    assert one.end() == 0, one.output
-    assert line in one.output
-    assert one.output.startswith("not captured\n")
+def test_what_was_printed_before_a_reply_is_shown_when_the_call_returns(workers, capsys, call):
+    for number in range(20):
+        call(workers, f"<{number}>")
+        assert f"<{number}>" in "".join(capsys.readouterr())
 
 
-def test_a_child_that_keeps_the_output_open_does_not_keep_close_waiting(start, script):
-    code = "subprocess.Popen(['sleep', '60']); print('before'); capture.close(0.1)"
-    one = start(script(CAPTURES.format(code=code).replace("\ncapture.close()", "")))
-    assert one.end() == 0, one.output
-    assert "(1, b'before\\n')" in one.output
+def test_what_was_printed_before_an_error_is_shown_when_it_is_raised(workers, capsys):
+    with pytest.raises(ValueError, match="bad news"):
+        workers.rpc_sync("ann", fail, args=("bad news",))
+    assert "(ann) bad news\n" in capsys.readouterr().out
 
 
-# -- writing --------------------------------------------------------------------------------------
+NOTEBOOK = """
+import rayrpc as rpc
+rpc.start_workers(["w"])
+def say(number):
+    print("line", number)
+---
+rpc.rpc_sync("w", say, args=(1,))
+---
+rpc.rpc_sync("w", say, args=(2,))
+---
+rpc.shutdown()
+"""
 
 
-class Printer:
-    """Stands for a rank's actor; its results are there at once.
+@pytest.mark.filterwarnings("default")  # the kernel's and the client's own
+@pytest.mark.process
+def test_a_notebook_shows_what_a_call_printed_in_its_cell(ray_cluster, monkeypatch, tmp_path):
+    import asyncio
 
-    Args:
-        takes: what its calls of ``read_output`` return; an exception is raised.
-    """
-
-    def __init__(self, *takes):
-        left = iter(takes)
-        self.read_output = SimpleNamespace(remote=lambda: next(left))
-
-
-def get(result):
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def test_chunks_are_written_as_they_come(capsys):
-    follow(Printer([(1, b"a"), (2, b"x\n")], [(1, b"b\nc")], None), get).join(60)
-    assert capsys.readouterr() == ("ab\nc", "x\n")
-
-
-def test_a_prefix_is_put_before_every_line(capsys):
-    printed = [(1, b"one\ntw"), (2, b"error\n"), (1, b"o\n"), (1, b"\nend")]
-    follow(Printer(printed, None), get, "(w) ").join(60)
-    assert capsys.readouterr() == ("(w) one\n(w) two\n(w) \n(w) end\n", "(w) error\n")
-
-
-def test_bytes_that_are_no_text_are_replaced(capsys):
-    follow(Printer([(1, b"\xff\n")], None), get).join(60)
-    assert capsys.readouterr().out == "\ufffd\n"
-
-
-def test_the_death_of_a_rank_ends_its_output(capsys):
-    thread = follow(Printer([(1, b"last")], RuntimeError("it died")), get, "(w) ")
-    thread.join(60)
-    assert not thread.is_alive()
-    assert capsys.readouterr().out == "(w) last\n"
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
+    cells = [nbformat.v4.new_code_cell(text.strip()) for text in NOTEBOOK.split("---")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    client = nbclient.NotebookClient(
+        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    asyncio.run(client.async_execute())
+    texts = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
+    assert texts[1:3] == ["(w) line 1\n", "(w) line 2\n"]

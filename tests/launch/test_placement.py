@@ -14,6 +14,7 @@ from rayrpc.launch.placement import (
     check_placeable,
     demands,
     named,
+    near,
     placed_options,
     release_placement,
     wait_placed,
@@ -53,6 +54,30 @@ def test_two_workers_of_one_name_have_names_of_their_own_in_ray():
     first, second = (named("w", settings) for _ in range(2))
     assert first["name"].startswith("w#") and first["name"] != second["name"]
     assert first["namespace"] == "space"
+
+
+def test_workers_that_fit_on_a_node_can_be_kept_there(monkeypatch):
+    here, there = {"CPU": 2.0}, {"CPU": 8.0, "disk": 1.0}
+    first, second = "a" * 56, "b" * 56
+    alive = [{"NodeID": first, "Resources": here}, {"NodeID": second, "Resources": there}]
+    monkeypatch.setattr(ray, "nodes", lambda: alive)
+    wanted = {
+        "none": WorkerResources(),
+        "two": WorkerResources(num_cpus=2),
+        "three": WorkerResources(num_cpus=3),
+        "disk": WorkerResources(resources={"disk": 1}),
+        "reserved": WorkerResources(),
+    }
+    options: dict[str, dict[str, Any]] = {worker: {"num_cpus": 1} for worker in wanted}
+    options["reserved"]["scheduling_strategy"] = "a group's"
+    placed = near(options, wanted, first)
+    strategies = {worker: option.get("scheduling_strategy") for worker, option in placed.items()}
+    for worker in ("none", "two"):
+        strategy: Any = strategies.pop(worker)
+        assert (strategy.node_id, strategy.soft) == (first, False)
+    assert strategies == {"three": None, "disk": None, "reserved": "a group's"}
+    assert all(option["num_cpus"] == 1 for option in placed.values())
+    assert near(options, wanted, "") == options and "scheduling_strategy" not in options["none"]
 
 
 # -- whether some node has it ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The shim in a script's process, and in the processes that the script starts."""
 
 import multiprocessing.spawn
+import os
 import pickle
 import sys
 
@@ -33,6 +34,8 @@ def shim(monkeypatch):
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         for name in ("spawn", "start_processes"):
             monkeypatch.setattr(module, name, getattr(module, name))
+    for name in ("PYTHONPATH", "RAYRPC_INTERNAL_SHIM"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     return Shim({"rpc_timeout": 7.0}, install, start_processes)
 
 

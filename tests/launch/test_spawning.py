@@ -1,7 +1,6 @@
 """``rayrpc.spawn``, in torch's place and by itself: where ranks run, and how they end."""
 
 import inspect
-import multiprocessing
 import pickle
 
 import pytest
@@ -11,28 +10,13 @@ from launching import alive, runner
 
 import rayrpc as rpc
 from rayrpc.config import Settings
-from rayrpc.launch import process, spawning
+from rayrpc.launch import child_ranks, process, spawning
 
 # -- without Ray ----------------------------------------------------------------------------------
 
 
 def module_main(rank):
     pass
-
-
-def test_a_main_pickles_by_reference_where_it_can():
-    assert b"cloudpickle" not in spawning._dump(module_main, (), by_value=False)
-    for dumped in (
-        spawning._dump(lambda rank: rank + 1, (), by_value=False),
-        spawning._dump(module_main, (), by_value=True),
-    ):
-        assert callable(pickle.loads(dumped)[0])
-
-
-def test_what_only_children_can_inherit_is_refused():
-    lock = multiprocessing.get_context("spawn").Lock()
-    with pytest.raises(RuntimeError, match="through inheritance"):
-        spawning._dump(module_main, (lock,), by_value=False)
 
 
 def install():
@@ -55,7 +39,7 @@ def test_ranks_get_a_shim_where_rayrpc_is_installed(monkeypatch):
 def torchs(monkeypatch):
     """Calls that go to torch's own ``start_processes``."""
     calls = []
-    monkeypatch.setattr(spawning, "_start_torch_processes", lambda *args: calls.append(args))
+    monkeypatch.setattr(child_ranks, "start_processes", lambda *args: calls.append(args))
     return calls
 
 
@@ -91,6 +75,48 @@ def test_other_errors_are_raised(torchs, monkeypatch):
 @pytest.fixture
 def run(start, script):
     return runner(start, script)
+
+
+SHARES = """
+import multiprocessing, torch
+import torch.multiprocessing as mp
+
+def main(rank, model, plain, nested, pipe):
+    with torch.no_grad():
+        model.weight[rank] = rank + 1.0
+    plain[rank] = rank + 10
+    nested["a"][0][rank] = rank + 20
+    if rank == 1:
+        pipe.send(bytes(multiprocessing.current_process().authkey))
+
+def child(tensor):
+    tensor += 1
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(2, 4, bias=False).share_memory()
+    torch.nn.init.zeros_(model.weight)
+    plain, deep = torch.zeros(4), torch.zeros(100_000)
+    near, far = mp.Pipe()
+    mp.spawn(main, args=(model, plain, {"a": [deep]}, far), nprocs=3)
+    print("ranks wrote", model.weight[:, 1].tolist(), plain.tolist(), deep[:4].tolist())
+    print("the key is ours:", near.recv() == multiprocessing.current_process().authkey)
+    one = mp.get_context("spawn").Process(target=child, args=(plain,))
+    one.start()
+    one.join()
+    print("a process wrote", plain.tolist())
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ranks_on_this_node_share_the_tensors_in_their_arguments(run):
+    one = run(SHARES)
+    assert one.end() == 0, one.output
+    assert (
+        "ranks wrote [1.0, 2.0, 3.0, 0.0] [10.0, 11.0, 12.0, 0.0] [20.0, 21.0, 22.0, 0.0]"
+        in one.output
+    ), one.output
+    assert "the key is ours: True" in one.output
+    assert "a process wrote [11.0, 12.0, 13.0, 1.0]" in one.output
 
 
 SPAWNS = """
