@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast coverage compliance bench lint imports format typecheck \
-  clean distclean
+.PHONY: help install demo test test-all test-fast coverage soak compliance matrix bench lint imports \
+  format typecheck clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -31,6 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install ## Train CartPole on a few workers
 	$(VENV)/bin/rayrpc run examples/cartpole.py $(ARGS)
 
+# Else every process of the tests, some hundreds, compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifeq ($(strip $(ARGS)),)
 test: lint ## Check all, and run the tests that CI runs; with ARGS, run those tests alone
 	$(PY) tests/gate.py
@@ -51,9 +54,16 @@ coverage: install ## Run the tests, and report the lines and branches that none 
 test-fast: install ## Run the unit tests, which need neither Ray nor processes
 	$(PY) -m pytest -m "unit and not slow" $(ARGS)
 
-compliance: install ## Run PyTorch's own RPC suites, all lists
+soak: install ## Call three workers in all ways for 10 minutes: no call is lost, and nothing grows
+	$(PY) tests/soak.py $(ARGS)
+
+compliance: install ## Run PyTorch's own RPC suites, all lists, and compare outcomes with torch's own RPC
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
 	$(PY) tests/compliance/run.py --tests tests/compliance/autograd.txt $(ARGS)
+	$(PY) tests/differential/compare.py
+
+matrix: install ## Run the main tests with the oldest and the newest versions that are supported
+	$(PY) -m nox $(ARGS)
 
 bench: install ## Time calls, whole programs, and training
 	$(PY) tests/benchmarks/bench_rpc.py --output build/bench $(ARGS)

@@ -5,6 +5,7 @@ and else ``unit``. It may be both of the first two. An explicit marker has prece
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import multiprocessing.context
@@ -54,13 +55,18 @@ RUNS_ALL = os.environ.get("TESTS_ALL") == "1"
 
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
-PROCESS_EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn")
+PROCESS_STARTERS: dict[str, tuple[Any, str]] = {
+    "subprocess.Popen": (subprocess.Popen, "__init__"),
+    "os.fork": (os, "fork"),
+    "os.posix_spawn": (os, "posix_spawn"),
+}
 
 
 def pytest_configure() -> None:
     # a shell's background jobs ignore Ctrl-C, and so would every process that a test starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.addaudithook(_note_process)
+    for what, (owner, name) in PROCESS_STARTERS.items():
+        setattr(owner, name, _noted(what, getattr(owner, name)))
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(ENVIRONMENT)
     os.environ["PYTHONPATH"] = python_path(*filter(None, [os.environ.get("PYTHONPATH")]))
@@ -112,6 +118,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for kind in sorted(_kinds(item)) or ["unit"]:
             item.add_marker(kind)
+    # files whose tests take longest first, so that no process of tests waits long for another
+    slowest: dict[Path, int] = {}
+    for item in items:
+        slowest[item.path] = max(slowest.get(item.path, 0), _expense(item))
+    items.sort(key=lambda item: -slowest[item.path])
+
+
+def _expense(item: pytest.Item) -> int:
+    """Return a rank of what a test costs, by its markers."""
+    ranks = [
+        rank
+        for rank, marker in enumerate((*KINDS, "compliance"))
+        if item.get_closest_marker(marker) is not None
+    ]
+    return max(ranks)
 
 
 def _kinds(item: pytest.Item) -> set[str]:
@@ -168,9 +189,19 @@ _begun = pytest.StashKey[float]()  # seconds since the epoch
 _started: list[str] = []  # processes, since the test began
 
 
-def _note_process(event: str, arguments: Any) -> None:
-    if event in PROCESS_EVENTS:
-        _started.append(event)
+def _noted(what: str, start: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that notes that it starts a process.
+
+    An audit hook would note it, too, but runs inside of ``sys.settrace`` as well; when threads are
+    switched there, Python 3.11 refuses to trace another one, which ends.
+    """
+
+    @functools.wraps(start)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _started.append(what)
+        return start(*args, **kwargs)
+
+    return noted
 
 
 @pytest.hookimpl(wrapper=True)
@@ -274,6 +305,16 @@ def workers(ray_cluster: str) -> Iterator[list[str]]:
     finally:
         if rpc._is_current_rpc_agent_set():
             rpc.shutdown()
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Have threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    # where threads are traced, Python 3.11 fails to start one while it starts another
+    sys.setswitchinterval(1e-6 if threading.gettrace() is None else before)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Snapshot", "left_over", "snapshot"]
 
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 20.0
 
 # (pattern of a thread's name, reason)
 THREADS_THAT_STAY = [

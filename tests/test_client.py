@@ -32,6 +32,8 @@ if __name__ == "__main__":
         result = future.wait()
         result += 1  # writable
         assert torch.equal(result, big + i + 1)
+    rpc.rpc_sync("carol", targets.say, args=("carol says hello",))
+    print("carol said it", flush=True)
     rref = rpc.remote("carol", targets.Adder, args=(5,))
     assert rref.rpc_sync().add(1) == 6
     # and back: a worker of the cluster calls this process
@@ -83,4 +85,5 @@ def test_a_program_runs_through_ray_client(ray_cluster, tmp_path, start, script)
         )
         assert run.end() == 0, run.output + server.output
     assert "done" in run.output
+    assert "(carol) carol says hello" in run.output.partition("carol said it")[0]
     assert "saw RPC worker 'carol'" in run.output

@@ -126,7 +126,7 @@ def run_pytest(folder, *arguments):
     done = subprocess.run(
         [*command, *arguments, "test_these.py"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         timeout=100,

@@ -157,7 +157,9 @@ def _check_threads() -> None:
 
 _CLUSTER = """
 import os, shutil, sys
+from nodes import wait_for_nodes
 from ray.cluster_utils import Cluster
+wait_for_nodes()
 cluster = Cluster(True, head_node_args={"num_cpus": 16, "include_dashboard": False})
 try:
     print("ADDRESS", cluster.address, flush=True)
@@ -189,7 +191,7 @@ def _ray_cluster(address: str | None) -> Iterator[None]:
         ),
         open(f"{folder}/cluster.log", "w+") as log,
     ):
-        paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]
+        paths = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("PYTHONPATH")]
         process = subprocess.Popen(
             [sys.executable, "-c", _CLUSTER],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},

@@ -1,37 +1,73 @@
-"""Save the coverage of Ray's workers, which end by a signal that no handler sees.
+"""Measure the coverage of subprocesses in less time, and that of Ray's workers at all.
 
 Python imports this at its start where the folder is on PYTHONPATH (``conftest.py`` sees to it when
-coverage is measured). Coverage itself was started just before, by its own ``.pth`` file. In a
-worker of Ray two things are missing, and added here: the data is saved every second, and threads
-that Ray started in C++ are traced.
+coverage is measured). Coverage itself was started just before, by its own ``.pth`` file. Large
+packages are imported without tracing, which would take longer than the import. Ray's workers end
+by a signal that no handler sees, and run calls in threads that Ray started in C++: these are
+traced here, and from the first call on the data is saved every second. Ray's other processes run
+no code of rayrpc and are not traced.
 """
 
 import contextlib
+import functools
+import importlib.machinery
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from coverage_forks import renew_locks_in_children
+
 SAVE_SECONDS = 1.0
+UNTRACED = ("torch", "ray")
+
+
+class _Untraced(importlib.machinery.PathFinder):
+    """Import some packages without tracing."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname not in UNTRACED:
+            return None
+        spec: Any = super().find_spec(fullname, path, target)
+        if spec is not None:
+            spec.loader.exec_module = functools.partial(cls._execute, spec.loader.exec_module)
+        return spec
+
+    @staticmethod
+    def _execute(execute: Callable[[Any], None], module: Any) -> None:
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            execute(module)
+        finally:
+            sys.settrace(trace)
 
 
 def _save(coverage: Any) -> None:
+    # it walks through all source files, for those that did not run: the main process does so
+    coverage._post_save_work = lambda: None
     while True:
         time.sleep(SAVE_SECONDS)
         with contextlib.suppress(Exception):  # the process is ending
             coverage.save()
 
 
-def _trace_threads_of_ray() -> None:
-    """Let each thread that runs an actor's method be traced from there on."""
+def _trace_threads_of_ray(coverage: Any) -> None:
+    """Trace each thread that runs an actor's method from there on, and save what it has covered."""
     from ray._private import function_manager
 
     manager: Any = function_manager.FunctionActorManager
     make = manager._make_actor_method_executor
+    saver = threading.Thread(target=_save, args=(coverage,), name="coverage", daemon=True)
+    start = threading.Lock()
 
     def make_traced(self: Any, method_name: str, method: Any) -> Callable[..., Any]:
         execute: Any = make(self, method_name, method)
+        with start:
+            if saver.ident is None:
+                saver.start()
         if threading.gettrace() is None:
             return execute
 
@@ -47,14 +83,18 @@ def _trace_threads_of_ray() -> None:
 
 
 def _start() -> None:
-    if not any(argument.endswith("default_worker.py") for argument in sys.orig_argv):
-        return
     coverage = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage is not None else None
-    if current is None:
+    if current is not None:
+        sys.meta_path.insert(0, _Untraced)
+        renew_locks_in_children()
+    scripts = [argument for argument in sys.orig_argv if argument.endswith(".py")]
+    if current is None or not scripts or "-packages/ray/" not in scripts[0]:
         return
-    threading.Thread(target=_save, args=(current,), name="coverage", daemon=True).start()
-    _trace_threads_of_ray()
+    if scripts[0].endswith("default_worker.py"):
+        _trace_threads_of_ray(current)
+    else:
+        current.stop()
 
 
 _start()

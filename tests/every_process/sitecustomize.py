@@ -11,6 +11,7 @@ import fcntl
 import os
 import runpy
 import signal
+import sys
 
 # Far from the numbers that a program under test expects to be given.
 LOWEST_DESCRIPTOR = 200
@@ -31,4 +32,5 @@ def _register() -> None:
 _register()
 if "COVERAGE_PROCESS_CONFIG" in os.environ:
     _tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path.append(os.path.join(_tests, "coverage_of_actors"))
     runpy.run_path(os.path.join(_tests, "coverage_of_actors", "sitecustomize.py"))

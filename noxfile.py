@@ -1,0 +1,47 @@
+"""Test the oldest, the usual and the newest versions that rayrpc supports: ``make matrix``.
+
+Each session has an environment of its own; one that cannot be installed is skipped, with the
+reason.  pip's settings apply: ``PIP_INDEX_URL`` may name torch's index of CPU builds, which are
+much smaller.
+"""
+
+import nox
+from nox.command import CommandFailed
+
+nox.needs_version = ">=2024"
+nox.options.error_on_missing_interpreters = False
+nox.options.reuse_venv = "yes"
+
+VERSIONS = {
+    "oldest": ("3.10", ["torch==2.5.1", "ray[client]==2.40.0"]),
+    "usual": ("3.11", ["-c", "constraints.txt", "torch", "ray[client]"]),
+    "newest": ("3.12", ["torch==2.15.*", "ray[client]"]),
+}
+TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "trustme"]
+# Ray's own, as errors
+WARNINGS = {
+    "oldest": ["ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"],
+}
+SUITES = [
+    ["-m", "unit"],
+    ["tests/test_api.py", "tests/test_rrefs.py"],
+    ["tests/test_autograd.py", "tests/autograd", "tests/test_optim.py", "tests/test_nn.py"],
+    ["tests/test_jit.py", "tests/jit"],
+]
+
+
+def _add(name: str, python: str, packages: list[str]) -> None:
+    @nox.session(name=name, python=python)
+    def test(session: nox.Session) -> None:
+        try:
+            session.install(*packages)
+            session.install(*TOOLS, "-e", ".", *packages)
+        except CommandFailed as exc:
+            session.skip(f"pip cannot install {' '.join(packages)}: {exc}")
+        ignored = [word for each in WARNINGS.get(name, []) for word in ("-W", each)]
+        for suite in SUITES:
+            session.run("python", "-m", "pytest", "-q", *ignored, *suite, *session.posargs)
+
+
+for _name, (_python, _packages) in VERSIONS.items():
+    _add(_name, _python, _packages)
