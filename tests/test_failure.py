@@ -336,10 +336,25 @@ WITHOUT_RAY = """
 import os, time
 import ray
 import rayrpc as rpc
+from ray._private.worker import global_worker
+
+class SlowlyEnding:
+    # Ray's client, which has ended for a while before its process knows
+
+    def __init__(self, client):
+        self.client = client
+
+    def __getattr__(self, name):
+        return getattr(self.client, name)
+
+    def shutdown_driver(self):
+        self.client.shutdown_driver()
+        time.sleep(2)
 
 if __name__ == "__main__":
     rpc.start_workers(["alice", "bob"])
     assert rpc.rpc_sync("alice", int, args=(5,)) == 5
+    global_worker.core_worker = SlowlyEnding(global_worker.core_worker)
     ray.shutdown()
     for _ in range(30):
         time.sleep(0.1)
