@@ -35,7 +35,7 @@ def run(rank, times=1):
         for _ in range(20):
             assert rpc.rpc_sync(other, whose) == job
         rpc.shutdown()
-    print(f"{job}{rank} is done", flush=True)
+    print(f"{job}{rank} is done\\n", end="", flush=True)  # one write, as ranks share a pipe
 
 def nested(_):
     child = mp.get_context("spawn").Process(target=run, args=(1,))
@@ -86,7 +86,10 @@ SECONDS = 200.0  # each program starts several processes, which all import torch
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
-@pytest.mark.parametrize("how", ["spawn", "processes", "nested"])
+@pytest.mark.parametrize(
+    "how",
+    ["spawn", *(pytest.param(how, marks=pytest.mark.slow) for how in ("processes", "nested"))],
+)
 def test_programs_that_start_their_ranks_do_not_meet(ray_cluster, start, script, how):
     path = script(JOB)
     runs = [start("-m", "rayrpc", "run", path, job, how) for job in "ab"]
@@ -95,6 +98,7 @@ def test_programs_that_start_their_ranks_do_not_meet(ray_cluster, start, script,
         assert {f"{job}{rank} is done" for rank in range(2)} <= set(run.output.splitlines())
 
 
+@pytest.mark.slow
 def test_programs_with_one_rank_each_meet(ray_cluster, start, script):
     # as in torch's tutorial of a parameter server; one rank is a child, the other the program
     path = script(RANK)

@@ -30,7 +30,9 @@ rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize("command", [["torchrun"], ["-m", "torch.distributed.run"]])
+@pytest.mark.parametrize(
+    "command", [["torchrun"], pytest.param(["-m", "torch.distributed.run"], marks=pytest.mark.slow)]
+)
 def test_the_workers_of_torchrun_use_rayrpc(ray_cluster, start, script, command):
     options = ["--nproc-per-node=2", "--master-port=29533"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

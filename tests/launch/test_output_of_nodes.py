@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_another_nodes_output_is_shown_as_that_of_this_one(start, script):
     path = python_path(ROOT, ROOT / "tests")

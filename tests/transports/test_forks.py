@@ -49,6 +49,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # forks beside gRPC's threads, which may hold any lock
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("transport", ["direct", "ray"])
 def test_a_data_loaders_workers_keep_what_they_inherited(start, script, transport):
@@ -120,6 +121,7 @@ print("the parent is connected")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["target", "handler"])
 def test_what_a_forked_child_deletes_does_not_break_its_parents_connection(
     ray_cluster, start, script, where

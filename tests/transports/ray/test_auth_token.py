@@ -70,10 +70,15 @@ def token_cluster():
     ("token", "mode", "expected"),
     [
         (TOKEN, None, "2"),
-        (TOKEN, "token", "2"),
+        pytest.param(TOKEN, "token", "2", marks=pytest.mark.slow),
         (TOKEN, "disabled", "requires a token, and RAY_AUTH_MODE is 'disabled'. Unset it."),
         ("another token", None, "and refuses that in {path}. Set RAY_AUTH_TOKEN to"),
-        ("another token", "token", "and refuses that in {path}. Set RAY_AUTH_TOKEN to"),
+        pytest.param(
+            "another token",
+            "token",
+            "and refuses that in {path}. Set RAY_AUTH_TOKEN to",
+            marks=pytest.mark.slow,
+        ),
         (None, None, "and this user has none. Set RAY_AUTH_TOKEN to the cluster's token"),
         (None, "token", "RAY_AUTH_MODE is 'token', and this user has no token. Set"),
     ],
@@ -87,6 +92,7 @@ def test_a_cluster_is_joined_with_the_users_token(
     assert one.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_cluster_without_tokens_is_joined_by_a_user_who_has_one(
     ray_cluster, start, script, tmp_path
 ):

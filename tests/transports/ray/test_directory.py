@@ -82,6 +82,7 @@ def test_calls_go_on_and_deaths_and_joins_are_noticed():
     rpc.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 def test_it_may_be_restarted_again_and_again():
     for _ in range(3):
