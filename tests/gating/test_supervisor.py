@@ -227,12 +227,19 @@ def test_more_than_five_failures_get_none(capsys):
 
 
 def test_processes_of_a_run_are_known_by_their_folder(tmp_path):
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, FOLDER: str(tmp_path)})
+    child = subprocess.Popen(
+        ["sh", "-c", "echo on; read end"],
+        env={**os.environ, FOLDER: str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
+        # Popen returns when the child has begun to exec, before its environment can be read.
+        assert child.stdout is not None and child.stdout.readline() == b"on\n"
         assert processes_of(tmp_path) == [child.pid]
     finally:
         child.kill()
-        child.wait()
+        child.communicate()
 
 
 CHILD = """
