@@ -12,6 +12,7 @@ cluster: if they all pass then, so does the gate, and its last lines name them a
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import signal
 import sys
@@ -100,9 +101,13 @@ def conclude(
         The exit status.
     """
     taken = units.seconds | others.seconds
-    print(f"the {SLOWEST} slowest tests:")
-    for test in sorted(taken, key=taken.__getitem__, reverse=True)[:SLOWEST]:
-        print(f"  {taken[test]:6.1f} s  {test}")
+    of_files: dict[str, float] = collections.defaultdict(float)
+    for test, spent in taken.items():
+        of_files[test.partition("::")[0]] += spent
+    for what, times in (("tests", taken), ("files", of_files)):
+        print(f"the {SLOWEST} slowest {what}:")
+        for name in sorted(times, key=times.__getitem__, reverse=True)[:SLOWEST]:
+            print(f"  {times[name]:6.1f} s  {name}")
     sys.stdout.flush()
     failed = units.failed + others.failed
     errors = [report.error for report in (units, others) if report.error]
