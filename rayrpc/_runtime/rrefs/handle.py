@@ -281,7 +281,11 @@ class RRef(Generic[T]):
         assert self._fork_id is not None
         self._check("fork an UserRRef")
         self._raise_creation_error()
-        return rrefs.share_used(self._fork_id, to)
+        try:
+            return rrefs.share_used(self._fork_id, to)
+        except KeyError:  # its owner was lost just now
+            self._check("fork an UserRRef")
+            raise
 
     def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
         """Lend this RRef to its owner; see ``RRefContext.lend``."""
