@@ -95,17 +95,18 @@ class ConnectionCall(OneShot[Reply], Pending):
         if callbacks is not None:  # of a thread that waits
             run_callbacks(callbacks, value)
         if callback is not None:
-            try:
-                self._report(callback, value)
-            except Exception:  # this thread may be the reader
-                logger.exception("error in a callback")
+            self._report(callback, value)
         return True
 
     def _report(self, callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
-        if type(reply) is Message:
-            callback(Value(reply.frame()))
-        elif isinstance(reply, Error):
-            callback(reply)
-        else:
-            assert isinstance(reply, Pending)
-            reply.on_done(callback)
+        """Call back; an exception is logged, as this thread may be the reader."""
+        try:
+            if type(reply) is Message:
+                callback(Value(reply.frame()))
+            elif isinstance(reply, Error):
+                callback(reply)
+            else:
+                assert isinstance(reply, Pending)
+                reply.on_done(callback)
+        except Exception:
+            logger.exception("error in a callback")
