@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast coverage soak compliance matrix bench lint imports \
-  format typecheck clean distclean
+.PHONY: help install demo test test-all test-fast coverage soak simulate compliance matrix bench \
+  lint imports format typecheck clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -56,6 +56,9 @@ test-fast: install ## Run the unit tests, which need neither Ray nor processes
 
 soak: install ## Call three workers in all ways for 10 minutes: no call is lost, and nothing grows
 	$(PY) tests/soak.py $(ARGS)
+
+simulate: install ## Run the threads in SEEDS orders (1000) of each scenario; ARGS names some
+	$(PY) tests/simulation/simulate.py $(ARGS) $(if $(SEEDS),--seeds $(SEEDS))
 
 compliance: install ## Run PyTorch's own RPC suites, all lists, and compare outcomes with torch's own RPC
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)

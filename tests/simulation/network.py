@@ -1,0 +1,374 @@
+"""What stands in for ``socket`` and ``select``: connections in memory, which break at any byte.
+
+Bytes take a while to arrive; sends and receives may be short; a full connection blocks its sender.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import select
+import selectors
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from simulation.scheduler import current
+
+__all__ = ["Poll", "Selector", "Socket", "connect", "create_connection", "socketpair"]
+
+# A peer that does not read blocks its sender after so many bytes.
+CAPACITY = 4096
+MAX_DELAY = 0.0005
+_TIMEVAL = struct.Struct("@ll")
+
+
+class _Direction:
+    """The bytes on their way from one end to the other."""
+
+    def __init__(self) -> None:
+        self.chunks: deque[tuple[float, memoryview]] = deque()  # and when they arrive
+        self.size = 0
+        self.is_ended = False  # nothing follows
+        self.is_refused = False  # nothing more is taken
+        self.left = -1  # so many bytes more arrive, then it breaks; -1: all
+
+    def put(self, data: memoryview) -> int:
+        """Take bytes; return how many."""
+        me = current().current
+        count = min(len(data), CAPACITY - self.size)
+        if count > 1 and me.random.random() < 0.1:
+            count = me.random.randint(1, count)
+        if self.left >= 0:
+            count = min(count, self.left)
+            self.left -= count
+            if not self.left:
+                self.is_ended = self.is_refused = True
+        if count:
+            now = current().now
+            after = self.chunks[-1][0] if self.chunks else now
+            delay = me.random.choice([0.0, 0.0, 1e-5, MAX_DELAY])
+            self.chunks.append((max(after, now + delay), memoryview(bytes(data[:count]))))
+            self.size += count
+        return count
+
+    def take(self, view: memoryview) -> int:
+        """Fill memory with bytes that have arrived; return how many."""
+        count = 0
+        while count < len(view) and self.has_arrived():
+            when, chunk = self.chunks.popleft()
+            part = min(len(chunk), len(view) - count)
+            view[count : count + part] = chunk[:part]
+            count += part
+            if part < len(chunk):
+                self.chunks.appendleft((when, chunk[part:]))
+        self.size -= count
+        return count
+
+    def has_arrived(self) -> bool:
+        """Tell whether there are bytes to take."""
+        return bool(self.chunks) and self.chunks[0][0] <= current().now
+
+    def arrives_at(self) -> float | None:
+        """Return when the next bytes arrive that have not; None if none are on the way."""
+        if self.chunks and self.chunks[0][0] > current().now:
+            return self.chunks[0][0]
+        return None
+
+
+class Socket:
+    """A socket: unconnected, listening, or one end of a connection.
+
+    Args:
+        family (int): its address family; memory is not shared over AF_INET.
+        kind (int): its type.
+        ends (tuple): the directions of a connection, inbound and outbound.
+    """
+
+    def __init__(
+        self,
+        family: int = socket.AF_INET,
+        kind: int = socket.SOCK_STREAM,
+        ends: tuple[_Direction, _Direction] | None = None,
+    ) -> None:
+        self.family = family
+        self.type = kind
+        self._in, self._out = ends or (_Direction(), _Direction())
+        self._address: Any = ("127.0.0.1", 0) if family == socket.AF_INET else ""
+        self._backlog: deque[Socket] | None = None  # of a listener
+        self._tick: float | None = None
+        self._is_closed = False
+        self._number = next(_numbers)
+
+    def __enter__(self) -> Socket:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        return -1 if self._is_closed else self._number
+
+    # -- options ------------------------------------------------------------------------------
+
+    def setblocking(self, flag: bool) -> None:
+        self._tick = None if flag else 0.0
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._tick = seconds
+
+    def setsockopt(self, level: int, name: int, value: Any) -> None:
+        if (level, name) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO):
+            seconds, microseconds = _TIMEVAL.unpack(value)
+            self._tick = seconds + microseconds / 1e6
+
+    def getsockopt(self, level: int, name: int, size: int = 0) -> Any:
+        raise OSError("not simulated")
+
+    # -- listening and connecting -------------------------------------------------------------
+
+    def bind(self, address: Any) -> None:
+        if self.family == socket.AF_INET:
+            host, port = address
+            address = (host, port or next(_numbers))
+        elif not address:
+            address = f"\0{next(_numbers)}"
+        if address in _listeners():
+            raise OSError(errno.EADDRINUSE, "the address is in use")
+        self._address = address
+
+    def getsockname(self) -> Any:
+        return self._address
+
+    def listen(self, backlog: int = 0) -> None:
+        self._backlog = deque()
+        _listeners()[self._address] = self
+
+    def accept(self) -> tuple[Socket, Any]:
+        assert self._backlog is not None
+        if not _wait("accepts", [(self, select.POLLIN)], self._tick):
+            raise BlockingIOError("nobody connects")
+        if self._is_closed:
+            raise OSError("it is closed")
+        return self._backlog.popleft(), ("127.0.0.1", 0)
+
+    def connect(self, address: Any) -> None:
+        current().step("connects")
+        listener = _listeners().get(address)
+        if listener is None or listener._backlog is None:
+            raise ConnectionRefusedError("nobody listens there")
+        there = Socket(self.family, self.type, (self._out, self._in))
+        listener._backlog.append(there)
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def recv_into(self, view: Any, nbytes: int = 0, flags: int = 0) -> int:
+        view = memoryview(view).cast("B")
+        count = self._receive(view)
+        while count and flags & socket.MSG_WAITALL and count < len(view):
+            try:
+                more = self._receive(view[count:])
+            except OSError:  # what is there is returned first
+                break
+            if not more:
+                break
+            count += more
+        return count
+
+    def _receive(self, view: memoryview) -> int:
+        if not _wait("receives", [(self, select.POLLIN)], self._tick):
+            raise BlockingIOError("nothing has arrived")
+        if self._is_closed:
+            raise OSError("it is closed")
+        me = current().current
+        if len(view) > 1 and me.random.random() < 0.2:
+            view = view[: me.random.choice([1, 7, 64])]
+        return self._in.take(view)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data = bytearray(size)
+        return bytes(data[: self.recv_into(data, flags=flags)])
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        view = memoryview(data).cast("B")
+        current().step("sends")
+        if self._is_closed:
+            raise OSError("it is closed")
+        if not flags & socket.MSG_DONTWAIT:
+            _wait("waits to send", [(self, select.POLLOUT)], self._tick)
+        if self._out.is_refused:
+            raise BrokenPipeError("it was cut")
+        count = self._out.put(view)
+        if view and not count and not self._out.is_refused:
+            raise BlockingIOError("the connection is full")
+        return count
+
+    def sendmsg(self, buffers: Iterable[Any], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
+        return self.send(b"".join(map(bytes, buffers)), flags)
+
+    def sendall(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            view = view[self.send(view) :]
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def shutdown(self, how: int) -> None:
+        if self._is_closed:
+            raise OSError("it is closed")
+        if how != socket.SHUT_WR:
+            self._in.is_refused = self._in.is_ended = True
+        if how != socket.SHUT_RD:
+            self._out.is_ended = self._out.is_refused = True
+        current().step("shut a connection down")
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            if self._backlog is not None:
+                _listeners().pop(self._address, None)
+                for each in self._backlog:
+                    each.close()
+            self._in.is_refused = True
+            self._out.is_ended = self._out.is_refused = True
+
+    def cut_after(self, size: int) -> None:
+        """Break the connection when so many bytes more were sent from this end."""
+        self._out.left = size
+        if not size:
+            self._out.is_ended = self._out.is_refused = True
+
+    @property
+    def has_arrived(self) -> bool:
+        """Tell whether a receive would return bytes."""
+        return self._in.has_arrived()
+
+    def is_ready(self, mask: int) -> bool:
+        """Tell whether what a poll waits for has happened."""
+        if self._is_closed:
+            return True
+        if self._backlog is not None:
+            return bool(self._backlog)
+        if mask & select.POLLIN and (self._in.has_arrived() or self._is_at_end()):
+            return True
+        if mask & select.POLLOUT and (self._out.size < CAPACITY or self._out.is_refused):
+            return True
+        return bool(mask & select.POLLRDHUP) and self._in.is_ended
+
+    def next_arrival(self) -> float | None:
+        """Return when bytes arrive that have not; None if none are on the way."""
+        return self._in.arrives_at()
+
+    def _is_at_end(self) -> bool:
+        return self._in.is_ended and not self._in.chunks
+
+
+class Poll:
+    """A poll object, for one thread at a time."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[Socket, int] = {}
+        self._is_polling = False
+
+    def register(self, connection: Socket, mask: int = select.POLLIN | select.POLLOUT) -> None:
+        if connection.fileno() < 0:
+            raise ValueError("file descriptor cannot be a negative integer (-1)")
+        self._sockets[connection] = mask
+
+    def poll(self, milliseconds: float | None = None) -> list[tuple[int, int]]:
+        if self._is_polling:
+            raise RuntimeError("concurrent poll() invocation")
+        seconds = None if milliseconds is None or milliseconds < 0 else milliseconds / 1000
+        self._is_polling = True
+        try:
+            _wait("polls", list(self._sockets.items()), seconds)
+        finally:
+            self._is_polling = False
+        return [
+            (connection.fileno(), mask)
+            for connection, mask in self._sockets.items()
+            if connection.is_ready(mask)
+        ]
+
+
+def _wait(what: str, sockets: list[tuple[Socket, int]], seconds: float | None) -> bool:
+    """Wait until one of the sockets is ready; return False if none is in time."""
+
+    def is_ready() -> bool:
+        return any(connection.is_ready(mask) for connection, mask in sockets)
+
+    def next_arrival() -> float | None:
+        arrivals = [at for each, _ in sockets if (at := each.next_arrival()) is not None]
+        return min(arrivals, default=None)
+
+    current().raise_by_chance(KeyboardInterrupt)
+    return current().step(what, is_ready, seconds, next_arrival)
+
+
+class Selector:
+    """A selector."""
+
+    def __init__(self) -> None:
+        self._sockets: dict[Socket, int] = {}
+
+    def register(self, fileobj: Socket, events: int) -> None:
+        if fileobj.fileno() < 0:
+            raise ValueError("Invalid file object")
+        self._sockets[fileobj] = events
+
+    def unregister(self, fileobj: Socket) -> None:
+        del self._sockets[fileobj]
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        masks = [(each, _MASKS[events]) for each, events in self._sockets.items()]
+        _wait("selects", masks, timeout)
+        return [
+            (selectors.SelectorKey(each, each.fileno(), 0, None), self._sockets[each])
+            for each, mask in masks
+            if each in self._sockets and each.is_ready(mask)
+        ]
+
+    def close(self) -> None:
+        self._sockets.clear()
+
+
+def connect(family: int = socket.AF_INET) -> tuple[Socket, Socket]:
+    """Return both ends of a new connection."""
+    there, back = _Direction(), _Direction()
+    return (
+        Socket(family, socket.SOCK_STREAM, (back, there)),
+        Socket(family, socket.SOCK_STREAM, (there, back)),
+    )
+
+
+def create_connection(address: Any, timeout: float | None = None) -> Socket:
+    """Return a socket that is connected to an address."""
+    connection = Socket()
+    connection.settimeout(timeout)
+    connection.connect(address)
+    return connection
+
+
+def socketpair() -> tuple[Socket, Socket]:
+    """Return both ends of a new connection within a process."""
+    return connect()
+
+
+def _listeners() -> dict[Any, Socket]:
+    """Return the listeners of the run, by address."""
+    return current().listeners
+
+
+_numbers = itertools.count(1_000_000)
+_MASKS = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: select.POLLOUT}
+
+#: what each module has instead
+SELECT: dict[str, Any] = {"poll": Poll}
+SELECTORS: dict[str, Any] = {"DefaultSelector": Selector}
+SOCKET: dict[str, Any] = {
+    "socket": Socket,
+    "create_connection": create_connection,
+    "socketpair": socketpair,
+}

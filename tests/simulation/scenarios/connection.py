@@ -1,0 +1,303 @@
+"""One connection: callers that wait or are called back, replies that come late, a cut at any byte.
+
+Promised: each call ends once, with its own reply; none is lost unless the connection is cut; no
+function runs twice; what is rerouted never ran; while replies are expected somebody reads; and all
+threads end when the connection is closed.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from simulation import network
+from simulation.primitives import Thread, monotonic, sleep
+from simulation.scheduler import ExpectedError, Scheduler, current
+
+from rayrpc._concurrency.outcome import Outcome, Value
+from rayrpc._concurrency.reader import ReaderWatchdog, release_reader
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.transport import Deferred, PendingReply
+from rayrpc._transports.direct.connection import CallerConnection
+from rayrpc._transports.direct.reader_schedule import IDLE
+from rayrpc._transports.direct.server import ServerConnection
+from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.wire import prepare
+from rayrpc.errors import CallLostError
+
+__all__ = ["Connection"]
+
+# What the called function does.
+QUICK, SLOW, BLOCKS, BRIEFLY, LATER = "quick", "slow", "blocks", "briefly", "later"
+FUNCTIONS = (QUICK, SLOW, BLOCKS, BRIEFLY, LATER)
+# How a caller gets its replies.
+WAITS, CALLED_BACK, RAISES, GIVES_UP = "waits", "called back", "callback raises", "gives up"
+
+CALL_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """A thread that calls; one call after the other, or without waiting where it is called back."""
+
+    how: str
+    functions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The connection breaks after so many bytes from one side."""
+
+    at_caller: bool
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What happens on a connection.
+
+    Args:
+        callers: threads that call.
+        cut: where it breaks; None: nowhere.
+        trims: how often memory that is not used is freed.
+        idle_seconds: a thread without a task ends after this time.
+    """
+
+    callers: tuple[Caller, ...]
+    cut: Cut | None = None
+    trims: int = 0
+    idle_seconds: float = 0.2
+
+
+class Connection:
+    """The scenario; see the module."""
+
+    name = "connection"
+
+    def program(self, rng: random.Random) -> Program:
+        weights = [rng.random() ** 2 for _ in FUNCTIONS]
+        callers = tuple(
+            Caller(
+                rng.choice([WAITS, WAITS, CALLED_BACK, CALLED_BACK, RAISES, GIVES_UP]),
+                tuple(rng.choices(FUNCTIONS, weights, k=rng.randint(1, 5))),
+            )
+            for _ in range(rng.randint(1, 4))
+        )
+        cut = Cut(rng.random() < 0.5, rng.randint(0, 600)) if rng.random() < 0.3 else None
+        return Program(callers, cut, rng.choice([0, 0, 1, 3]), rng.choice([0.002, 0.01, 0.2]))
+
+    def smaller(self, program: Program) -> Iterator[Program]:
+        if program.cut is not None:
+            yield dataclasses.replace(program, cut=None)
+        if program.trims:
+            yield dataclasses.replace(program, trims=program.trims - 1)
+        for index, caller in enumerate(program.callers):
+            before, after = program.callers[:index], program.callers[index + 1 :]
+            if before or after:
+                yield dataclasses.replace(program, callers=before + after)
+            for number in range(len(caller.functions)):
+                functions = caller.functions[:number] + caller.functions[number + 1 :]
+                if functions:
+                    less = dataclasses.replace(caller, functions=functions)
+                    yield dataclasses.replace(program, callers=(*before, less, *after))
+
+    def run(self, program: Program, scheduler: Scheduler) -> None:
+        _Run(program, scheduler).run()
+
+
+class _Run:
+    def __init__(self, program: Program, scheduler: Scheduler) -> None:
+        self.program = program
+        self.scheduler = scheduler
+        self.ran: collections.Counter[int] = collections.Counter()
+        self.rerouted: set[int] = set()
+        self.ended: collections.Counter[int] = collections.Counter()
+        self.lost: set[int] = set()
+        self.call_ids = itertools.count(1)
+        self.near, self.far = network.connect()
+        if program.cut is not None:
+            end = self.near if program.cut.at_caller else self.far
+            end.cut_after(program.cut.size)
+        self.threads = ThreadCache("caller", 4, program.idle_seconds)
+        self.callee_threads = ThreadCache("callee", 4, program.idle_seconds)
+        self.watchdog, self.callee_watchdog = ReaderWatchdog(), ReaderWatchdog()
+        self.connection: CallerConnection
+
+    def run(self) -> None:
+        prepare(self.far)  # type: ignore[arg-type]
+        stream = Stream(self.far, self.callee_threads, lambda unsent: None, False)  # type: ignore[arg-type]
+        server = ServerConnection(
+            self.far,  # type: ignore[arg-type]
+            "caller",
+            stream,
+            self.serve,
+            None,
+            self.callee_threads,
+            self.callee_watchdog,
+        )
+        self.connection = CallerConnection(
+            Member("callee", "token", 1), self, self.threads, self.watchdog
+        )
+        self.scheduler.invariants.append(self.nobody_reads)
+        callers = [
+            Thread(target=self.make_calls, name=f"caller {number}", args=(caller,))
+            for number, caller in enumerate(self.program.callers)
+        ]
+        for thread in callers:
+            thread.start()
+        for _ in range(self.program.trims):
+            sleep(0.002)
+            self.connection.trim()
+            server.trim()
+        for thread in callers:
+            thread.join()
+        expected = sum(len(caller.functions) for caller in self.program.callers)
+        current().step("waits for the replies", lambda: len(self.ended) == expected, CALL_SECONDS)
+        assert len(self.ended) == expected, f"{expected - len(self.ended)} calls have not ended"
+        self.close(server)
+        self.check()
+
+    def close(self, server: ServerConnection) -> None:
+        """Close all, and wait until all threads have ended."""
+        self.scheduler.invariants.clear()
+        self.connection.fail(CallLostError("closed"))
+        server.close()
+        for each in (self.watchdog, self.callee_watchdog, self.threads, self.callee_threads):
+            each.close()
+        others = [t for t in self.scheduler.threads if t is not self.scheduler.current]
+        over = self.scheduler.step("closed", lambda: all(t.is_done for t in others), 120.0)
+        assert over, f"threads have not ended: {[t for t in others if not t.is_done]}"
+
+    def check(self) -> None:
+        assert set(self.ended.values()) <= {1}, f"calls ended more than once: {self.ended}"
+        assert set(self.ran.values()) <= {1}, f"functions ran more than once: {self.ran}"
+        both = self.rerouted & set(self.ran)
+        assert not both, f"calls were rerouted that had run: {both}"
+        if self.program.cut is None:
+            assert not self.lost and not self.rerouted, (
+                f"{self.lost} lost, {self.rerouted} rerouted"
+            )
+
+    def nobody_reads(self) -> str | None:
+        """Say what is wrong with the schedule of readers, an invariant."""
+        schedule, lock = self.connection.schedule, self.connection._lock
+        if lock.locked() or schedule.state != IDLE:
+            return None
+        if schedule._waiting:
+            return "a caller waits, and nobody reads"
+        if schedule.callbacks and not schedule._is_delayed:
+            return "callbacks are due, and nobody reads"
+        return None
+
+    # -- the caller ---------------------------------------------------------------------------
+
+    def make_calls(self, caller: Caller) -> None:
+        me = self.scheduler.current
+        for function in caller.functions:
+            number = next(self.call_ids)
+            frame = Frame(Kind.CALL, 0, 0, number, data=f"{number} {function}".encode())
+            call = self.connection.call(frame)
+            if call is None:
+                assert self.program.cut is not None, "the connection is broken"
+                self.end(number, None)
+            elif caller.how in (CALLED_BACK, RAISES):
+                callback = functools.partial(self.called_back, number, caller.how)
+                call.on_done(callback, me.random.random() < 0.5)
+                if me.random.random() < 0.3:
+                    sleep(me.random.choice([0.0001, 0.002, 0.01]))
+            else:
+                self.wait(number, call, caller.how == GIVES_UP)
+
+    def wait(self, number: int, call: Any, gives_up: bool) -> None:
+        me = self.scheduler.current
+        try:
+            try:
+                reply = call.wait(
+                    me.random.choice([0.0, 0.0005, 0.003]) if gives_up else CALL_SECONDS
+                )
+            except TimeoutError:
+                assert gives_up, f"call {number} has timed out at {monotonic()}"
+                call.on_done(lambda outcome: self.end(number, outcome))
+                return
+        except CallLostError:
+            self.lost.add(number)
+            self.ended[number] += 1
+            return
+        self.end(number, Value(reply))
+
+    def called_back(self, number: int, how: str, outcome: Outcome[Frame]) -> None:
+        self.end(number, outcome)
+        if how == RAISES:
+            raise ExpectedError
+
+    def end(self, number: int, outcome: Outcome[Frame] | None) -> None:
+        """Note the end of a call."""
+        assert not self.scheduler.current.locks, "a callback runs under a lock"
+        self.ended[number] += 1
+        if outcome is None:
+            return
+        try:
+            reply = outcome.unwrap()
+        except CallLostError:
+            self.lost.add(number)
+        else:
+            assert reply.call_id == number, f"call {number} has the reply to {reply.call_id}"
+            data = bytes(reply.data)
+            assert data.startswith(b"%d " % number), f"call {number} has the reply {data!r}"
+
+    # -- the owner of the connection ----------------------------------------------------------
+
+    def connect(self, peer: Member, is_bulk: bool = False) -> Any:
+        sleep(self.scheduler.current.random.choice([0.0, 0.001]))
+        prepare(self.near)  # type: ignore[arg-type]
+        return self.near
+
+    def reroute(self, peer: Member, frame: Frame, reason: str) -> PendingReply:
+        self.rerouted.add(frame.call_id)
+        pending = PendingReply()
+        pending.complete(Value(Frame(Kind.VALUE, 0, 1, frame.call_id, data=bytes(frame.data))))
+        return pending
+
+    def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
+        def fail() -> None:
+            sleep(0.001)
+            connection.fail(CallLostError(reason))
+
+        self.threads.submit(fail)
+
+    def expect_large(self, connection: CallerConnection, call_id: int) -> Any:
+        raise AssertionError("no large reply was announced")
+
+    # -- the callee ---------------------------------------------------------------------------
+
+    def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
+        me = self.scheduler.current
+        assert not me.locks, "a function runs under a lock"
+        number, function = bytes(frame.data).decode().split()
+        self.ran[int(number)] += 1
+        reply = Frame(Kind.VALUE, 0, 1, frame.call_id, data=bytes(frame.data))
+        if function == SLOW:  # the watchdog releases the reader
+            sleep(me.random.choice([0.001, 0.003, 0.01]))
+        elif function == BLOCKS:
+            release_reader()
+            sleep(0.004)
+        elif function == BRIEFLY:
+            release_reader(briefly=True)
+            sleep(me.random.choice([0.0, 0.001, 0.005]))
+        elif function == LATER:
+            late = Deferred()
+
+            def answer() -> None:
+                sleep(0.002)
+                late.set(reply)
+
+            Thread(target=answer, name="answers later").start()
+            return late
+        return reply

@@ -1,0 +1,241 @@
+"""RRefs of simulated workers: made, sent on, fetched, deleted, while owners and holders may die.
+
+Promised: a value lives as long as a handle of it does, on whatever worker; when the last one is
+deleted, so is the value, and no worker keeps a fork; if a worker dies, its forks are released, and
+a fetch from a dead owner says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from simulation.primitives import Thread, sleep
+from simulation.scheduler import Scheduler, current
+from simulation.workers import WORKERS, Worker, shut_down, start_workers, wait
+
+from rayrpc.errors import CallError
+
+__all__ = ["RRefs"]
+
+MAKE, FETCH, DELETE, SEND, PASS_ON, FORGET = (
+    "make",
+    "fetch",
+    "delete",
+    "send",
+    "pass on",
+    "forget",
+)
+# How long deletions may take, of virtual time: they are sent in batches, and again after a while.
+SETTLE_SECONDS = 200.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a thread does with one of its handles.
+
+    Args:
+        what: is done.
+        to: the worker that makes the value, or that gets a handle.
+        index: which of the thread's handles, modulo their number.
+    """
+
+    what: str
+    to: int
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class User:
+    """A thread of a worker."""
+
+    worker: int
+    steps: tuple[Step, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What happens in a group; see ``agents.Program``."""
+
+    workers: int
+    users: tuple[User, ...]
+    dies: tuple[int, float] | None = None
+
+
+class RRefs:
+    """The scenario; see the module."""
+
+    name = "rrefs"
+
+    def program(self, rng: random.Random) -> Program:
+        workers = rng.randint(2, 3)
+
+        def step() -> Step:
+            what = rng.choice([MAKE, SEND, SEND, PASS_ON, FETCH, DELETE, FORGET])
+            return Step(what, rng.randrange(workers), rng.randrange(4))
+
+        users = tuple(
+            User(
+                rng.randrange(workers),
+                (
+                    Step(MAKE, rng.randrange(workers), 0),
+                    *(step() for _ in range(rng.randint(1, 6))),
+                ),
+            )
+            for _ in range(rng.randint(1, 3))
+        )
+        dies = (rng.randrange(workers), rng.random() ** 2 * 0.05) if rng.random() < 0.2 else None
+        return Program(workers, users, dies)
+
+    def smaller(self, program: Program) -> Iterator[Program]:
+        if program.dies is not None:
+            yield dataclasses.replace(program, dies=None)
+        for index, user in enumerate(program.users):
+            before, after = program.users[:index], program.users[index + 1 :]
+            if before or after:
+                yield dataclasses.replace(program, users=before + after)
+            for number in range(len(user.steps)):
+                less = dataclasses.replace(
+                    user, steps=user.steps[:number] + user.steps[number + 1 :]
+                )
+                yield dataclasses.replace(program, users=(*before, less, *after))
+
+    def run(self, program: Program, scheduler: Scheduler) -> None:
+        _Run(program).run()
+
+
+class Kept:
+    """A value that an RRef refers to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        _alive.add(self)
+
+    def __reduce__(self) -> Any:
+        return _copy, (self.number,)
+
+
+def _copy(number: int) -> int:
+    return number
+
+
+# Values at their owners, and the handles that workers keep, by worker.
+_alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+_stores: dict[int, list[Any]] = {}
+
+
+class _Run:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.made = 0
+
+    def run(self) -> None:
+        program = self.program
+        _stores.clear()
+        _alive.clear()
+        start_workers(program.workers)
+        users = [
+            Thread(target=self.use, name=f"user {index}", args=(user,))
+            for index, user in enumerate(program.users)
+        ]
+        dies = program.dies
+        if dies is not None:
+
+            def kill() -> None:
+                sleep(dies[1])
+                WORKERS[dies[0]].die()
+
+            Thread(target=kill, name="killer").start()
+        for thread in users:
+            thread.start()
+        for thread in users:
+            thread.join()
+        if dies is not None:
+            current().step("waits for the death", lambda: WORKERS[dies[0]].is_dead, 10.0)
+        self.check()
+        shut_down(lambda worker: worker.agent.shutdown())
+
+    def use(self, user: User) -> None:
+        """Do the steps of a thread."""
+        worker = WORKERS[user.worker]
+        handles: list[tuple[int, Any]] = []
+        for step in user.steps:
+            try:
+                self.do(worker, step, handles)
+            except (CallError, RuntimeError) as exc:
+                if self.program.dies is None:
+                    raise AssertionError(f"{step} failed: {exc}") from exc
+
+    def do(self, worker: Worker, step: Step, handles: list[tuple[int, Any]]) -> None:
+        if step.what == MAKE:
+            self.made += 1
+            number = self.made
+            handles.append((number, worker.remote(step.to, make, number)))
+            return
+        if not handles:
+            return
+        number, rref = handles[step.index % len(handles)]
+        if step.what == FETCH:
+            got = rref.to_here()
+            got = got.number if isinstance(got, Kept) else got
+            assert got == number, f"RRef {number} has the value {got}"
+        elif step.what == DELETE:
+            handles.remove((number, rref))
+        elif step.what == SEND:
+            worker.sync(step.to, keep, rref)
+        elif step.what == PASS_ON:
+            wait(worker.future(step.to, pass_on, (step.to + 1) % self.program.workers, rref))
+        elif step.what == FORGET:
+            worker.sync(step.to, forget)
+
+    def check(self) -> None:
+        """Check that values live as long as their handles."""
+        living = [worker for worker in WORKERS if not worker.is_dead]
+        for worker in living:
+            if self.program.dies is None:
+                for rref in _stores.get(WORKERS.index(worker), []):
+                    rref.to_here()
+        rref = None
+        _stores.clear()
+        gc.collect()  # here, where it is a step of the program
+        tables = [worker.agent.rrefs._table for worker in living]
+
+        def is_settled() -> bool:
+            _stores.clear()  # calls of a worker that died meanwhile may arrive yet
+            return all(not (t.owned or t.used) and t.is_settled() for t in tables)
+
+        assert current().step("waits for deletions", is_settled, SETTLE_SECONDS), [
+            (worker.name, worker.agent.rrefs._leaks()) for worker in living
+        ]
+        if self.program.dies is None:
+            is_empty = current().step("waits for values", lambda: not _alive, SETTLE_SECONDS)
+            assert is_empty, f"values are alive that have no RRef: {len(_alive)}"
+
+
+# -- what is called ---------------------------------------------------------------------------
+
+
+def make(me: int, number: int) -> Kept:
+    """Return a value that is counted."""
+    return Kept(number)
+
+
+def keep(me: int, rref: Any) -> None:
+    """Keep a handle."""
+    _stores.setdefault(me, []).append(rref)
+
+
+def pass_on(me: int, to: int, rref: Any) -> None:
+    """Have another worker keep a handle."""
+    WORKERS[me].sync(to, keep, rref)
+
+
+def forget(me: int) -> None:
+    """Drop a handle that was kept."""
+    kept = _stores.get(me)
+    if kept:
+        kept.pop(0)

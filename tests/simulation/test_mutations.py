@@ -1,0 +1,185 @@
+"""Small faults that are put into the code one by one: the simulation finds each of them."""
+
+import pytest
+from simulation.mutation import Mutation, mutated
+from simulation.replacing import simulated
+from simulation.scenario import run
+from simulation.scenarios import SCENARIOS
+
+MOST_SEEDS = 10_000
+
+CONNECTION = "_transports.direct.connection"
+CALL = "_transports.direct.connection_call"
+SCHEDULE = "_transports.direct.reader_schedule"
+SEND_QUEUE = "_transports.direct.send_queue"
+READER = "_concurrency.reader"
+THREADS = "_concurrency.threads"
+PROMISE = "_concurrency.promise"
+
+MUTATIONS = [
+    Mutation(
+        "an error of a callback goes through the reader",
+        CALL,
+        "        except Exception:",
+        "        except ValueError:",
+    ),
+    Mutation(
+        "a caller that has its reply keeps the role of the reader",
+        CONNECTION,
+        """\
+                    raise
+                finally:
+                    self._release_reader()
+""",
+        """\
+                    raise
+                finally:
+                    pass
+""",
+    ),
+    Mutation(
+        "a caller that gives up drops the turn that it was given",
+        CONNECTION,
+        "        return woken is _READ",
+        "        return woken is _READ and (deadline is None or time.monotonic() < deadline)",
+    ),
+    Mutation(
+        "whether a call is pending is checked outside of the lock",
+        CALL,
+        """\
+        with self._lock:
+            is_pending = self._value is PENDING
+""",
+        """\
+        is_pending = self._value is PENDING
+        with self._lock:
+""",
+    ),
+    Mutation(
+        "the next caller stays among those that wait",
+        SCHEDULE,
+        "            del self._waiting[caller]\n",
+        "\n",
+    ),
+    Mutation(
+        "a delayed start is forgotten",
+        SCHEDULE,
+        "        return self.callbacks > 0 and self.claim(THREAD_READS)",
+        "        return self.callbacks > 1 and self.claim(THREAD_READS)",
+    ),
+    Mutation(
+        "two threads write at once",
+        SEND_QUEUE,
+        """\
+                if self._is_writing or (more and len(self._queue) < MAX_HELD_BACK):
+""",
+        """\
+                if more and len(self._queue) < MAX_HELD_BACK:
+""",
+    ),
+    Mutation(
+        "a role is released outside of its lock",
+        READER,
+        """\
+        with self._lock:
+            if self.state != HANDLING or serial not in (None, self.serial):
+                return
+            self.state = RELEASED
+""",
+        """\
+        with self._lock:
+            if self.state != HANDLING or serial not in (None, self.serial):
+                return
+        self.state = RELEASED
+""",
+    ),
+    Mutation(
+        "a thread that was idle for long leaves without a look at the tasks",
+        THREADS,
+        "if not notified and not self._tasks:",
+        "if not notified:",
+    ),
+    Mutation(
+        "a connection that is cut is not broken off",
+        CONNECTION,
+        """            self._break_off(f"its connection was cut ({exc})")\n""",
+        "            pass\n",
+    ),
+    Mutation(
+        "a value is set twice",
+        PROMISE,
+        """\
+        with self._lock:
+            if self._value is not PENDING:
+                return False
+            self._value = value
+            callbacks = self._callbacks
+""",
+        """\
+        if self._value is not PENDING:
+            return False
+        with self._lock:
+            self._value = value
+            callbacks = self._callbacks
+""",
+    ),
+    Mutation(
+        "a relieved thread reads on",
+        READER,
+        """\
+        with self._lock:
+            if self.state == RELEASED:
+                return False
+            self.state = READING
+            return True
+""",
+        """\
+        if self.state == RELEASED:
+            return False
+        with self._lock:
+            self.state = READING
+            return True
+""",
+    ),
+    Mutation(
+        "the last thread that wrote seems to write still",
+        SEND_QUEUE,
+        """\
+                if not self._queue:
+                    self._is_writing = False
+                    return
+                messages""",
+        """\
+                if not self._queue:
+                    return
+
+                messages""",
+    ),
+    Mutation(
+        "a call that is made while the connection opens is not sent",
+        CONNECTION,
+        """\
+        with self._lock:
+            self._stream = stream
+            calls = list(self._calls.values())
+            is_broken = self.schedule.state == BROKEN
+""",
+        """\
+        with self._lock:
+            calls = list(self._calls.values())
+            is_broken = self.schedule.state == BROKEN
+        self._stream = stream
+""",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_simulation_finds_a_fault(mutation):
+    with simulated(), mutated(mutation):
+        for seed in range(MOST_SEEDS):
+            if run(SCENARIOS["connection"], seed).failure is not None:
+                return
+    pytest.fail(f"no seed finds it: {mutation.name}")
