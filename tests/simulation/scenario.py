@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from simulation.scheduler import Failure, Scheduler, Strategy
 from simulation.strategies import Replay, strategy_for
 
-__all__ = ["Result", "Scenario", "run", "shrink"]
+__all__ = ["Result", "Scenario", "run", "shrink", "some_of"]
 
 P = TypeVar("P")
+T = TypeVar("T")
 
 # Smaller programs are tried with so many schedules each.
 SCHEDULES = 40
@@ -32,6 +33,15 @@ class Scenario(Protocol[P]):
 
     def run(self, program: P, scheduler: Scheduler) -> None:
         """Run a program, in the main thread of a simulation; raise AssertionError if it fails."""
+
+
+def some_of(rng: random.Random, kinds: Sequence[T]) -> list[T]:
+    """Return some kinds of what a program may do, often only one or two.
+
+    A defect that needs several operations of one kind is rare among programs that do everything.
+    (Groce et al., "Swarm testing", 2012.)
+    """
+    return rng.sample(list(kinds), rng.choice([1, 1, 2, rng.randint(1, len(kinds))]))
 
 
 @dataclass

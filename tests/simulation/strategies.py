@@ -46,7 +46,7 @@ class Freezing(RandomWalk):
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        self._chance = rng.choice([0.005, 0.01, 0.05])
+        self._chance = rng.choice([0.01, 0.03, 0.06])
         self._frozen_until: dict[SimulatedThread, int] = {}
 
     def choose(
@@ -123,4 +123,4 @@ class Replay(Strategy):
 def strategy_for(seed: int) -> Strategy:
     """Return a seed's strategy."""
     rng = random.Random(f"strategy {seed}")
-    return (RandomWalk, Freezing, Priorities)[seed % 3](rng)
+    return (Freezing, RandomWalk, Freezing, Priorities)[seed % 4](rng)

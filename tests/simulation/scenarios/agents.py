@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from simulation.primitives import Thread, sleep
+from simulation.scenario import some_of
 from simulation.scheduler import Scheduler, current
 from simulation.workers import WORKERS, Worker, shut_down, start_workers, wait
 from torch.futures import Future
@@ -81,14 +82,15 @@ class Agents:
 
     def program(self, rng: random.Random) -> Program:
         workers = rng.randint(1, 3)
-        functions = rng.choice([(QUICK, SLOW, LATER), (QUICK, SLOW, LATER, NESTED, NESTED_LATER)])
-        is_nested = NESTED in functions
+        functions = some_of(rng, (QUICK, SLOW, LATER, NESTED, NESTED_LATER))
+        ways = some_of(rng, (SYNC, ASYNC, REMOTE))
+        is_nested = NESTED in functions or NESTED_LATER in functions
 
         def call() -> Call:
             function = rng.choice(functions)
             hops = rng.randint(2, 3) if function in (NESTED, NESTED_LATER) else 1
             path = tuple(rng.randrange(workers) for _ in range(hops))
-            return Call(rng.choice([SYNC, ASYNC, REMOTE]), function, path, rng.random() < 0.1)
+            return Call(rng.choice(ways), function, path, rng.random() < 0.1)
 
         users = tuple(
             User(rng.randrange(workers), tuple(call() for _ in range(rng.randint(1, 4))))

@@ -17,6 +17,7 @@ from typing import Any
 
 from simulation import network
 from simulation.primitives import Thread, monotonic, sleep
+from simulation.scenario import some_of
 from simulation.scheduler import ExpectedError, Scheduler, current
 
 from rayrpc._concurrency.outcome import Outcome, Value
@@ -82,12 +83,10 @@ class Connection:
     name = "connection"
 
     def program(self, rng: random.Random) -> Program:
-        weights = [rng.random() ** 2 for _ in FUNCTIONS]
+        functions = some_of(rng, FUNCTIONS)
+        ways = some_of(rng, (WAITS, CALLED_BACK, RAISES, GIVES_UP))
         callers = tuple(
-            Caller(
-                rng.choice([WAITS, WAITS, CALLED_BACK, CALLED_BACK, RAISES, GIVES_UP]),
-                tuple(rng.choices(FUNCTIONS, weights, k=rng.randint(1, 5))),
-            )
+            Caller(rng.choice(ways), tuple(rng.choices(functions, k=rng.randint(1, 5))))
             for _ in range(rng.randint(1, 4))
         )
         cut = Cut(rng.random() < 0.5, rng.randint(0, 600)) if rng.random() < 0.3 else None
