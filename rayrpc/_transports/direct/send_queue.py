@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import select
 import socket
 import threading
@@ -25,7 +24,11 @@ MAX_HELD_BACK = 16
 # How many parts go into one system call; systems allow 1024 and more.
 MAX_PARTS = 512
 NO_CALL = -1
-_NO_WAIT = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+# No thread has this ident: the writer has handed over, and another thread is to begin.
+HANDED_OVER = -1
+# Arguments of one call.
+_NO_WAITS = (socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0),)
+_NO_DATA: tuple[tuple[()]] = ((),)
 
 
 class _Outgoing(NamedTuple):
@@ -35,11 +38,13 @@ class _Outgoing(NamedTuple):
         call_id (int): of its call.
         parts (list): its bytes.
         may_change (bool): the memory of its parts is the program's, which may write to it.
+        is_pending (bool): it is among the ``pending_bytes``.
     """
 
     call_id: int
     parts: list[Any]
     may_change: bool = False
+    is_pending: bool = False
 
     @property
     def size(self) -> int:
@@ -47,9 +52,9 @@ class _Outgoing(NamedTuple):
         return sum(map(len, self.parts))
 
     def kept(self, written: int = 0) -> _Outgoing:
-        """Return the message in memory of its own, but for what is written."""
+        """Return the message, pending, in memory of its own but for what is written."""
         if not self.may_change:
-            return self
+            return self if self.is_pending else self._replace(is_pending=True)
         parts: list[Any] = []
         for part in self.parts:
             done = min(written, len(part))
@@ -58,13 +63,16 @@ class _Outgoing(NamedTuple):
                 parts.append(part[:done])
             if done < len(part):
                 parts.append(part[done:] if isinstance(part, bytes) else _copied(part[done:]))
-        return _Outgoing(self.call_id, parts)
+        return _Outgoing(self.call_id, parts, is_pending=True)
 
 
 class SendQueue:
     """Write messages to a connection, from any thread, without blocking that for long.
 
     Messages that other threads send while one writes are queued, and written together.
+
+    A writer that an exception ends, such as Ctrl-C, hands over to a thread of the cache: what is
+    being written, and how far, is in the queue, not in variables of the writer.
 
     Args:
         connection (socket): prepared.
@@ -80,14 +88,19 @@ class SendQueue:
         on_broken: Callable[[list[int]], None],
     ) -> None:
         self._connection = connection
+        # not of a TlsSocket: what was written is unknown if its code is interrupted
+        self._is_exact = not hasattr(connection, "has_pending")
         self._threads = threads
         self._on_broken = on_broken
         self._queue: collections.deque[_Outgoing] = collections.deque()
         self._piggybacked: collections.deque[bytes] = collections.deque()
         self._lock = threading.Lock()
         self._shrunk = threading.Condition(self._lock)
-        self._is_writing = False  # a thread writes, or waits until it can
-        self._writing_bytes = 0  # of the messages that a thread writes since the peer did not read
+        # ident of the thread that writes, or waits until it can; 0: none does
+        self._writer = 0
+        self._writing: list[_Outgoing] = []  # the writer's
+        self._written = 0  # bytes of these
+        self._counts: list[int] = []  # of bytes that were written just now, at most one
         self._is_broken = False
         #: bytes of the messages that the peer kept from being written
         self.pending_bytes = 0
@@ -95,7 +108,7 @@ class SendQueue:
     @property
     def is_empty(self) -> bool:
         """Tell whether all messages were written, and the connection is not broken."""
-        return not (self._is_writing or self._queue or self._is_broken)
+        return not (self._writer or self._queue or self._is_broken)
 
     def piggyback(self, part: bytes) -> None:
         """Send a part along with the next message; takes no lock."""
@@ -117,92 +130,126 @@ class SendQueue:
             True if it was written; else it may be, or will be.
         """
         message = _Outgoing(call_id, parts, may_change)
-        if may_change and (self._is_writing or self._queue or more):
+        if may_change and (self._writer or self._queue or more):
             message = message.kept()  # without the lock
-        with self._lock:
-            if self._is_writing or self._queue or more:
-                message = message.kept()
-                self._queue.append(message)
-                self.pending_bytes += message.size
-                if self._is_writing or (more and len(self._queue) < MAX_HELD_BACK):
+        me = threading.get_ident()
+        is_queued = False
+        try:
+            with self._lock:
+                if self._writer or self._queue or more:
+                    is_queued = True
+                    message = message.kept()
+                    self.pending_bytes += message.size
+                    self._queue.append(message)
+                    if self._writer or (more and len(self._queue) < MAX_HELD_BACK):
+                        return False
+                    messages = []
+                else:
+                    messages = [message]
+                self._begin_to_write(me, messages)
+            if not is_queued:
+                if self._piggybacked:
+                    self._take_piggybacked()
+                if not self._write(WRITE_SECONDS):
                     return False
-                parts = []
-            self._is_writing = True
-        if not parts:
+                with self._lock:
+                    if not self._queue:
+                        self._writing = []
+                        self._writer = 0
+                        return True
             self._drain()
-            return False
-        if self._piggybacked:
-            message = message._replace(parts=[*self._take_piggybacked(), *message.parts])
-        if not self._write([message], WRITE_SECONDS):
-            return False
-        with self._lock:
-            if not self._queue:
-                self._is_writing = False
-                return True
-        self._drain()
-        return True
+            return not is_queued
+        except BaseException:
+            self._on_interrupt(me)
+            raise
 
     def flush(self) -> None:
         """Write the messages that were held back."""
-        if not self._queue:
-            return
-        with self._lock:
-            if self._is_writing:
-                return
-            self._is_writing = True
-        self._drain()
+        if self._queue:
+            self._write_queued()
 
     def flush_piggybacked(self) -> None:
         """Write the parts that no message has taken along."""
-        with self._lock:
-            if self._is_writing or not self._piggybacked:
-                return
-            self._is_writing = True
-        if self._write([_Outgoing(NO_CALL, self._take_piggybacked())], WRITE_SECONDS):
-            self._drain()
+        if self._piggybacked:
+            self._write_queued()
+
+    def _write_queued(self) -> None:
+        me = threading.get_ident()
+        try:
+            with self._lock:
+                if self._writer:
+                    return
+                self._begin_to_write(me, [])
+            self._drain(also_piggybacked=True)
+        except BaseException:
+            self._on_interrupt(me)
+            raise
 
     def wait_shorter(self, limit: int, seconds: float) -> bool:
         """Tell whether ``pending_bytes`` falls to ``limit`` within ``seconds``."""
         with self._shrunk:
             return self._shrunk.wait_for(lambda: self.pending_bytes <= limit, seconds)
 
-    def _take_piggybacked(self) -> list[bytes]:
-        parts = []
-        while self._piggybacked:
-            parts.append(self._piggybacked.popleft())
-        return parts
+    # -- the writer ---------------------------------------------------------------------------
 
-    def _drain(self) -> None:
+    def _begin_to_write(self, writer: int, messages: list[_Outgoing]) -> None:
+        """Become the writer, with the lock held."""
+        # no call in between: an interrupt comes before or after all four
+        self._written = 0
+        self._counts = []
+        self._writing = messages
+        self._writer = writer
+
+    def _take_piggybacked(self) -> None:
+        """Write what is piggybacked first: the peer may reuse the segments that it releases."""
+        count = len(self._piggybacked)
+        if count:
+            parts: list[bytes] = []
+            self._writing = [_Outgoing(NO_CALL, parts), *self._writing]
+            # one call in C: an interrupt comes before or after it
+            parts.extend(map(collections.deque.popleft, (self._piggybacked,) * count))
+
+    def _drain(self, also_piggybacked: bool = False) -> None:
+        """Write what is queued, as the writer, and end to be it."""
         while True:
             with self._lock:
                 self._forget_written()
-                if not self._queue:
-                    self._is_writing = False
+                count = self._count_next()
+                if not count and not (also_piggybacked and self._piggybacked):
+                    self._writing = []
+                    self._writer = 0
                     return
-                messages = [self._queue.popleft()]
-                count = len(messages[0].parts)
-                while self._queue and count + len(self._queue[0].parts) <= MAX_PARTS:
-                    messages.append(self._queue.popleft())
-                    count += len(messages[-1].parts)
-                self._writing_bytes = sum(message.size for message in messages)
-            parts = self._take_piggybacked()
-            if parts:  # first: the peer may reuse the segments that they release
-                messages.insert(0, _Outgoing(NO_CALL, parts))
-            if not self._write(messages, WRITE_SECONDS):
+                messages: list[_Outgoing] = []
+                self._begin_to_write(self._writer, messages)
+                messages.extend(map(collections.deque.popleft, (self._queue,) * count))
+            self._take_piggybacked()
+            if not self._write(WRITE_SECONDS):
                 return
 
-    def _write(self, messages: list[_Outgoing], timeout: float | None, done: int = 0) -> bool:
-        """Write messages from byte ``done`` on.
+    def _count_next(self) -> int:
+        """Return how many messages of the queue are written together."""
+        count = parts = 0
+        for message in self._queue:
+            parts += len(message.parts)
+            if count and parts > MAX_PARTS:
+                break
+            count += 1
+        return count
+
+    def _write(self, timeout: float | None) -> bool:
+        """Go on writing the writer's messages.
 
         Returns:
-            False if the peer does not read, and another thread goes on writing after ``timeout``
-            seconds, or if the connection is broken.
+            False if the peer does not read, and another thread goes on after ``timeout`` seconds,
+            or if the connection is broken.
         """
+        messages = self._writing
         if len(messages) == 1:
             parts = messages[0].parts[:]
         else:
             parts = [part for message in messages for part in message.parts]
-        skipped = done
+        skipped = self._written
+        counts = self._counts
         while parts:
             if skipped:
                 size = len(parts[0])
@@ -211,37 +258,71 @@ class SendQueue:
                     del parts[0]
                     continue
                 parts[0] = memoryview(parts[0])[skipped:]
-                skipped = 0
             try:
+                # one call in C: an interrupt comes before, or after the count was stored
                 if len(parts) == 1:
-                    skipped = self._connection.send(parts[0], _NO_WAIT)
+                    counts.extend(map(self._connection.send, parts, _NO_WAITS))
                 else:
-                    skipped = self._connection.sendmsg(parts[:MAX_PARTS], (), _NO_WAIT)
+                    counts.extend(
+                        map(self._connection.sendmsg, (parts[:MAX_PARTS],), _NO_DATA, _NO_WAITS)
+                    )
             except BlockingIOError:
+                skipped = 0
                 if not self._writable(timeout):
-                    messages = _kept(messages, done)
-                    with self._lock:
-                        if not self._writing_bytes:  # these were never queued
-                            self._writing_bytes = sum(message.size for message in messages)
-                            self.pending_bytes += self._writing_bytes
-                    self._threads.submit(functools.partial(self._resume, messages, done))
+                    self._hand_over(threading.get_ident())
                     return False
+                continue
             except OSError:
-                self._break(messages, done)
+                self._break(messages, self._written)
                 return False
-            done += skipped
+            skipped = counts[0]
+            self._written += skipped
+            del counts[0]
         return True
+
+    def _hand_over(self, me: int) -> None:
+        """Have another thread go on, if this one is the writer."""
+        if self._writer != me:
+            return
+        if self._counts:  # an interrupt came after it was stored
+            self._written += self._counts[0]
+            self._counts = []
+        kept = _kept(self._writing, self._written)
+        with self._lock:
+            size = sum(message.size for message in self._writing if not message.is_pending)
+            self._writing = kept
+            self.pending_bytes += size
+            self._writer = HANDED_OVER
+        self._threads.submit(self._resume)
+
+    def _on_interrupt(self, me: int) -> None:
+        """Have another thread go on after an exception, if this thread was the writer."""
+        if self._writer == me and not self._is_exact:
+            self._break([], 0)  # what waits for replies to these learns of it
+        elif self._writer == HANDED_OVER:  # just now, and the thread may not be started yet
+            self._threads.submit(self._resume)
+        else:
+            self._hand_over(me)
 
     def _forget_written(self) -> None:
         """Count what is written, with the lock held."""
-        if self._writing_bytes:
-            self.pending_bytes -= self._writing_bytes
-            self._writing_bytes = 0
+        size = sum(message.size for message in self._writing if message.is_pending)
+        self._writing = []
+        self.pending_bytes -= size
+        if size:
             self._shrunk.notify_all()
 
-    def _resume(self, messages: list[_Outgoing], done: int) -> None:
-        if self._write(messages, None, done):
-            self._drain()
+    def _resume(self) -> None:
+        with self._lock:
+            if self._writer != HANDED_OVER:
+                return
+            self._writer = threading.get_ident()
+        try:
+            if self._write(None):
+                self._drain()
+        except BaseException:  # no memory
+            self._break(self._writing, self._written)
+            raise
 
     def _writable(self, seconds: float | None) -> bool:
         try:
@@ -262,8 +343,9 @@ class SendQueue:
                 position += sum(map(len, message.parts))
             unsent += [message.call_id for message in self._queue]
             self._queue.clear()
-            self._is_writing = False
-            self._writing_bytes = self.pending_bytes = 0
+            self._writing = []
+            self._writer = 0
+            self.pending_bytes = 0
             self._shrunk.notify_all()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
