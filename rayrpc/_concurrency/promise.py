@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["OneShot", "PENDING", "Promise", "run_callbacks"]
+__all__ = ["OneShot", "PENDING", "Promise"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +59,29 @@ class OneShot(Generic[T]):
             if self._value is not PENDING:
                 return False
             self._value = value
-            callbacks = self._callbacks
-            self._callbacks = None
-        if callbacks is not None:
-            run_callbacks(callbacks, value)
+        if self._callbacks is not None:
+            self._run_callbacks()
         return True
+
+    def set_again(self, value: T) -> None:
+        """Do what an interrupt has left of ``set``; callbacks may be called a second time."""
+        if not self.set(value) and self._callbacks is not None:
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        """Run the callbacks once the value is set: no thread adds or removes one any more."""
+        callbacks = self._callbacks
+        interrupt = None
+        for callback in callbacks or ():
+            try:
+                callback(self._value)
+            except Exception:
+                logger.exception("error in a callback")
+            except BaseException as exc:
+                interrupt = exc
+        if interrupt is not None:
+            raise interrupt
+        self._callbacks = None
 
     def add_callback(self, callback: Callable[[T], object]) -> None:
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
@@ -85,9 +104,10 @@ class OneShot(Generic[T]):
     def remove_callback(self, callback: Callable[[T], object]) -> bool:
         """Drop a callback; return False if the value was set before."""
         with self._lock:
-            if self._callbacks is None or callback not in self._callbacks:
+            if self._value is not PENDING:
                 return False
-            self._callbacks.remove(callback)
+            if self._callbacks is not None and callback in self._callbacks:
+                self._callbacks.remove(callback)
             return True
 
     def wait_value(self, timeout: float | None = None) -> T:
@@ -104,7 +124,8 @@ class OneShot(Generic[T]):
             done.acquire()
 
             def wake(_: T) -> None:
-                done.release()
+                with contextlib.suppress(RuntimeError):  # called again after an interrupt
+                    done.release()
 
             self.add_callback(wake)
             if not done.acquire(
@@ -112,20 +133,6 @@ class OneShot(Generic[T]):
             ) and self.remove_callback(wake):
                 raise TimeoutError
         return self._value
-
-
-def run_callbacks(callbacks: list[Callable[[T], object]], value: T) -> None:
-    """Call all callbacks; log their exceptions, but raise an interrupt at the end."""
-    interrupt = None
-    for callback in callbacks:
-        try:
-            callback(value)
-        except Exception:
-            logger.exception("error in a callback")
-        except BaseException as exc:
-            interrupt = exc
-    if interrupt is not None:
-        raise interrupt
 
 
 class Promise(OneShot[T]):

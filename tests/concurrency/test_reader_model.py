@@ -160,7 +160,7 @@ class Calling:
     def caller(self, name: str) -> Thread:
         """Do what ``CallerConnection.wait_reply`` does."""
         while name not in self.replies:
-            if not self.schedule.claim(CALLER_READS):
+            if not self.schedule.claim(CALLER_READS, name):
                 self.schedule.add_caller(name)
                 yield lambda: name in self.chosen or name in self.replies
                 self.schedule.remove_caller(name)
@@ -171,15 +171,15 @@ class Calling:
             while name not in self.replies:
                 yield from self.read()
             yield
-            self.release()
+            self.release(name)
         self.done.add(name)
 
     def impatient(self) -> Thread:
         """Wait for a reply that never comes, and give up."""
         name = "impatient"
-        if self.schedule.claim(CALLER_READS):
+        if self.schedule.claim(CALLER_READS, name):
             yield
-            self.release()
+            self.release(name)
             return
         self.schedule.add_caller(name)
         yield
@@ -187,12 +187,14 @@ class Calling:
             self.schedule.remove_caller(name)
         if name in self.chosen:
             self.chosen.discard(name)
-            self.release()
+            self.release(name)
 
     def callback(self, name: str) -> Thread:
         """Do what ``ConnectionCall.on_done`` does."""
-        if name not in self.replies and self.schedule.add_callback(True) is START_THREAD:
-            self.threads.append(self.reading_thread())
+        if name not in self.replies:
+            self.schedule.callbacks += 1
+            if self.schedule.due_start(True) is START_THREAD:
+                self.threads.append(self.reading_thread())
         yield
 
     def reading_thread(self) -> Thread:
@@ -209,12 +211,12 @@ class Calling:
         self.buffer.leave()
         self.replies.add(name)
         if name.startswith("callback"):
-            self.schedule.remove_callback()
+            self.schedule.callbacks -= 1
             self.done.add(name)
 
-    def release(self) -> None:
+    def release(self, by: str | None = None) -> None:
         """Do what ``CallerConnection._release_reader`` does."""
-        following = self.schedule.release()
+        following = self.schedule.release(by)
         if following is START_THREAD:
             self.threads.append(self.reading_thread())
         elif following is not NOTHING:

@@ -116,14 +116,15 @@ class CallerConnection:
         self._watchdog = watchdog
         self._memory = memory
         self._lock = threading.Lock()
-        # Added to under the lock, unless BROKEN.  Readers remove a call without it: ``dict.pop``
-        # is atomic, and should ``fail`` take the same call, its reply is set but once.
+        # Added to under the lock, unless BROKEN.  Readers remove a call without it, when its reply
+        # is set: ``dict.pop`` is atomic, and should ``fail`` take the same call, its reply is set
+        # but once.
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
         #: guarded by the lock, which calls share
         self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
         self._is_flush_due = False
-        self._is_ending = False  # by ``end``: the owner knows
+        self._is_ending = False  # the owner knows of the end
         self._stream: Stream | None = None
         threads.submit(functools.partial(self._connect, connected))
 
@@ -201,6 +202,7 @@ class CallerConnection:
     def fail(self, error: BaseException) -> None:
         """End the connection and its calls."""
         with self._lock:
+            self._is_ending = True
             self.schedule.break_off()
             calls = list(self._calls.values())
             self._calls.clear()
@@ -290,41 +292,58 @@ class CallerConnection:
         Raises:
             TimeoutError: it did not arrive before the deadline.
         """
-        while True:
-            turn: Promise[object] | None = None
-            with self._lock:
-                if call.is_done:
-                    return
-                if not self.schedule.claim(CALLER_READS):
-                    turn = Promise(self._lock)
-                    self.schedule.add_caller(turn)
-            if turn is None or self._wait_turn(call, turn, deadline):
-                try:
-                    if self._read_until(call, deadline):
-                        return
-                except BaseException as exc:
-                    self._on_read_error(exc)
-                    raise
-                finally:
-                    self._release_reader()
-
-    def _wait_turn(
-        self, call: ConnectionCall, turn: Promise[object], deadline: float | None
-    ) -> bool:
-        """Wait for a reply, or for the turn to read; return True if this thread is to read."""
-        call.add_callback(turn.set)
         try:
-            turn.wait(None if deadline is None else deadline - time.monotonic())
-        except TimeoutError:
-            turn.set(_EXPIRED)  # unless another thread was faster, just now
+            while True:
+                with self._lock:
+                    if call.is_done:
+                        return
+                    call.turn = None
+                    reads = self.schedule.claim(CALLER_READS, call)
+                    if not reads:
+                        call.turn = Promise(self._lock)
+                        self.schedule.add_caller(call.turn)
+                if reads or self._wait_turn(call, deadline):
+                    is_done = self._read_until(call, deadline)
+                    self._release_reader(call.turn or call)
+                    if is_done:
+                        return
+        except BaseException as exc:  # a time-out, or anything else at any point: Ctrl-C
+            try:
+                self._stop_waiting(call, exc)
+            except BaseException as interrupt:
+                self._threads.submit(functools.partial(self._stop_waiting, call, interrupt))
+                raise
+            raise
+
+    def _wait_turn(self, call: ConnectionCall, deadline: float | None) -> bool:
+        """Wait for a reply, or for the turn to read; return True if this thread is to read."""
+        turn = call.turn
+        assert turn is not None
+        call.add_callback(turn.set)
+        turn.wait(None if deadline is None else deadline - time.monotonic())
         with self._lock:
             self.schedule.remove_caller(turn)
-        woken = turn.value
-        if woken is _READ or woken is _EXPIRED:
+        if turn.value is not _READ:
+            return False
+        call.remove_callback(turn.set)
+        return True
+
+    def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
+        """End the wait of this thread, and its turn to read, wherever an exception came."""
+        turn = call.turn
+        with self._lock:
+            reads = self.schedule.reader is call
+        if turn is not None:
+            turn.set(_EXPIRED)  # unless another thread was faster, just now
             call.remove_callback(turn.set)
-            if woken is _EXPIRED:
-                raise TimeoutError
-        return woken is _READ
+            with self._lock:
+                self.schedule.remove_caller(turn)
+                reads |= self.schedule.reader is turn and turn.value is _READ
+        if reads:
+            self._on_read_error(error)
+            self._release_reader(turn or call)
+        else:
+            self.repair()
 
     def _read_until(self, call: ConnectionCall, deadline: float | None) -> bool:
         """Read until a call is complete; return False if the connection breaks before."""
@@ -342,17 +361,55 @@ class CallerConnection:
                 return False
         return True
 
-    def _release_reader(self) -> None:
+    def _release_reader(self, by: object = None) -> None:
+        """End a turn to read, and begin the next.
+
+        Args:
+            by: whose turn it is; see ``ReaderSchedule.reader``.
+        """
         while True:
             with self._lock:
-                following = self.schedule.release()
+                following = self.schedule.release(by)
             if following is NOTHING:
                 return
             if following is START_THREAD:
-                self._threads.submit(self._read_for_callbacks)
+                self.start_reader(START_THREAD)
                 return
-            if following.set(_READ):
+            assert isinstance(following, Promise)
+            if following.set(_READ) or following.value is _READ:
                 return
+            by = following  # it waits no longer
+
+    def repair(self) -> None:
+        """Do what an interrupt has left of what the schedule says: notify a caller, or start."""
+        with self._lock:
+            schedule = self.schedule
+            turn = schedule.reader
+            start = schedule.due_start(urgent=True)
+            if start is NOTHING and schedule.start:
+                start = START_THREAD
+            is_delayed = schedule.is_delayed
+        if start is START_THREAD:
+            self.start_reader(START_THREAD)
+        if is_delayed:
+            self.start_reader(START_DELAYED)
+        if isinstance(turn, Promise):
+            turn.set_again(_READ)
+            if turn.value is not _READ:
+                self._release_reader(turn)  # it waits no longer
+
+    def start_reader(self, start: Start) -> None:
+        """Start a thread that reads, as the schedule says."""
+        if start is START_DELAYED:
+            self._threads.submit(self._read_delayed)
+        else:
+            self._threads.submit(functools.partial(self._begin_to_read, self.schedule.start))
+
+    def _begin_to_read(self, start: int) -> None:
+        with self._lock:
+            begins = self.schedule.begin(start)
+        if begins:
+            self._read_for_callbacks()
 
     def _read_for_callbacks(self) -> None:
         """Read and complete calls while callbacks are due, or until this thread is released."""
@@ -378,10 +435,14 @@ class CallerConnection:
             self._release_reader()
 
     def _on_read_error(self, error: BaseException) -> None:
-        """End the connection after an exception, unless it came while a reader only waited."""
+        """End the connection after an exception, unless it is a time-out or an interrupt.
+
+        Such a one ends it only if a part of a message is lost.
+        """
         stream = self._stream
         assert stream is not None
-        if not isinstance(error, TimeoutError) and not stream.is_intact:
+        is_expected = isinstance(error, TimeoutError) or not isinstance(error, Exception)
+        if not (is_expected and stream.is_intact):
             self._break_off(f"it could not be read: {error!r}")
 
     def _read_delayed(self) -> None:
@@ -390,11 +451,6 @@ class CallerConnection:
             reads = self.schedule.end_delay()
         if reads:
             self._read_for_callbacks()
-
-    def start_reader(self, start: Start) -> None:
-        """Start a thread that reads, as the schedule says."""
-        is_delayed = start is START_DELAYED
-        self._threads.submit(self._read_delayed if is_delayed else self._read_for_callbacks)
 
     def _next(self, stream: Stream) -> Message | None:
         """Return the next message; None after a tick without one, or if the connection broke."""
@@ -407,17 +463,27 @@ class CallerConnection:
             return None
 
     def _complete(self, message: Message) -> None:
-        call = self._calls.pop(message.number, None)
+        number = message.number
+        call = self._calls.get(number)
         if call is None and self.is_bulk:
             with self._lock:
-                call = self._calls.pop(message.number, None)
+                call = self._calls.get(number)
                 if call is None:
-                    self._early[message.number] = message
-        if call is not None:
-            if message.content is not None:
-                call.set(message)
-            else:
-                call.set(self._expect_large(call.id))
+                    self._early[number] = message
+        stream = self._stream
+        assert stream is not None
+        if call is None:
+            stream.handled()
+            return
+        reply = message if message.content is not None else self._expect_large(call.id)
+        try:
+            stream.handled()  # from now on the reply is not lost; another thread may read soon
+            call.set(reply)
+        except BaseException:  # an interrupt
+            self._threads.submit(functools.partial(call.set_again, reply))
+            raise
+        finally:
+            self._calls.pop(number, None)
 
     def _expect_large(self, call_id: int) -> Pending | Error:
         try:
@@ -431,10 +497,19 @@ class CallerConnection:
         self._break_off("its connection was cut", call_ids)
 
     def _break_off(self, reason: str, unsent: Iterable[int] = ()) -> None:
+        try:
+            with self._lock:
+                self.schedule.break_off()
+        finally:  # in a thread that no interrupt strikes, as calls would be lost
+            self._threads.submit(functools.partial(self._on_broken, reason, list(unsent)))
+
+    def _on_broken(self, reason: str, unsent: list[int]) -> None:
+        """Tell the owner, the first time, and reroute the calls of which no byte was sent."""
         with self._lock:
-            is_loss = self.schedule.break_off() and not self._is_ending
+            is_loss = not self._is_ending
+            self._is_ending = True
             # those without a frame here were sent on another connection: they wait for ``fail``
-            waiting = [self._calls.get(call_id) for call_id in list(unsent)]
+            waiting = [self._calls.get(call_id) for call_id in unsent]
             found = [
                 call
                 for call in waiting

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
-from rayrpc._concurrency.promise import PENDING, OneShot, run_callbacks
+from rayrpc._concurrency.promise import PENDING, OneShot, Promise
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
 from rayrpc._transports.direct.reader_schedule import NOTHING, ReaderSchedule, Start
@@ -33,6 +33,9 @@ class ReadConnection(Protocol):
     def start_reader(self, start: Start) -> None:
         """Start a thread that reads, as the schedule says."""
 
+    def repair(self) -> None:
+        """Do what an interrupt has left of what the schedule says."""
+
 
 class ConnectionCall(OneShot[Reply], Pending):
     """A call on a connection; its value is the reply.
@@ -44,7 +47,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         lock (Lock): the connection's.
     """
 
-    __slots__ = ("_callback", "_connection", "frame", "id")
+    __slots__ = ("_callback", "_connection", "frame", "id", "turn")
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class ConnectionCall(OneShot[Reply], Pending):
         self.id = call_id
         #: the request, until it is sent
         self.frame = frame
+        #: notifies the thread that waits for the reply, or for its turn to read; None: it reads
+        self.turn: Promise[object] | None = None
         self._callback: Callable[[Outcome[Frame]], None] | None = None
 
     def wait(self, timeout: float | None) -> Frame:
@@ -73,30 +78,43 @@ class ConnectionCall(OneShot[Reply], Pending):
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         start: Start = NOTHING
-        with self._lock:
-            is_pending = self._value is PENDING
-            if is_pending:
-                self._callback = callback
-                start = self._connection.schedule.add_callback(urgent)
-        if start is not NOTHING:
-            self._connection.start_reader(start)
-        elif not is_pending:
-            self._report(callback, self._value)
+        try:
+            with self._lock:
+                is_pending = self._value is PENDING
+                if is_pending:
+                    schedule = self._connection.schedule
+                    schedule.callbacks += 1  # no interrupt comes between this and the next
+                    self._callback = callback
+                    start = schedule.due_start(urgent)
+            if start is not NOTHING:
+                self._connection.start_reader(start)
+            elif not is_pending:
+                self._report(callback, self._value)
+        except BaseException:
+            self._connection.repair()
+            raise
 
     def set(self, value: Reply) -> bool:
         with self._lock:
             if self._value is not PENDING:
                 return False
             self._value = value
-            callbacks, self._callbacks = self._callbacks, None
-            callback = self._callback
-            if callback is not None:
-                self._connection.schedule.remove_callback()
-        if callbacks is not None:  # of a thread that waits
-            run_callbacks(callbacks, value)
-        if callback is not None:
-            self._report(callback, value)
+            if self._callback is not None:
+                self._connection.schedule.callbacks -= 1
+        self._run_callbacks()
         return True
+
+    def set_again(self, value: Reply) -> None:
+        if not self.set(value):
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        if self._callbacks is not None:  # of a thread that waits
+            super()._run_callbacks()
+        callback = self._callback
+        if callback is not None:
+            self._report(callback, self._value)
+            self._callback = None
 
     def _report(self, callback: Callable[[Outcome[Frame]], None], reply: Reply) -> None:
         """Call back; an exception is logged, as this thread may be the reader."""

@@ -7,7 +7,7 @@ a thread of the cache reads.
 
     CONNECTING ── release ──> as below
     IDLE ── claim ──> CALLER_READS                        a caller waits
-         ── claim, add_callback, end_delay ──> THREAD_READS
+         ── claim, due_start, end_delay ──> THREAD_READS    a thread starts, ``begin``
     CALLER_READS, THREAD_READS ── release ──┬──> CALLER_READS    a waiting caller is the next
                                             ├──> THREAD_READS    callbacks are due
                                             └──> IDLE
@@ -15,6 +15,10 @@ a thread of the cache reads.
 
 Invariants: in IDLE no caller waits, and where callbacks are due a delayed start is under way; a
 caller is chosen once, and removed from those that wait as it is chosen.
+
+An exception, such as Ctrl-C, may strike a thread between a decision and what it has to do by it: a
+caller is not notified, a thread not started. What is to be done is in the schedule: ``reader`` and
+``start`` name who is to read, so that it can be done again.
 """
 
 from __future__ import annotations
@@ -60,24 +64,39 @@ class ReaderSchedule(Generic[C]):
     The type parameter is how a waiting caller is notified.
     """
 
-    __slots__ = ("_is_delayed", "_waiting", "callbacks", "state")
+    __slots__ = ("_starts", "_waiting", "callbacks", "is_delayed", "reader", "start", "state")
 
     def __init__(self) -> None:
         self.state = CONNECTING
         #: how many calls under way complete by callback
         self.callbacks = 0
+        #: in the state CALLER_READS: who has claimed that, or the waiting caller that was chosen
+        self.reader: object = None
+        #: number of the start of a thread that has not begun to read; 0: there is none
+        self.start = 0
+        #: a delayed start is under way, whatever the state
+        self.is_delayed = False
         self._waiting: dict[C, None] = {}  # callers that do not read, in order
-        self._is_delayed = False  # a delayed start is under way, whatever the state
+        self._starts = 0  # so far
 
-    def claim(self, state: int) -> bool:
+    def claim(self, state: int, reader: object = None) -> bool:
         """Become the reader if there is none.
 
         Args:
             state: CALLER_READS or THREAD_READS.
+            reader: identifies a caller.
         """
         if self.state != IDLE:
             return False
         self.state = state
+        self.reader = reader
+        return True
+
+    def begin(self, start: int) -> bool:
+        """Begin to read in a thread; return False if the thread of this start has begun before."""
+        if not start or self.start != start:
+            return False
+        self.start = 0
         return True
 
     def add_caller(self, caller: C) -> None:
@@ -88,49 +107,54 @@ class ReaderSchedule(Generic[C]):
         """Remove a caller that waits no longer; nothing happens if it was chosen."""
         self._waiting.pop(caller, None)
 
-    def add_callback(self, urgent: bool) -> Start:
-        """Count a call that completes by callback.
+    def due_start(self, urgent: bool) -> Start:
+        """Return what to start so that the replies of ``callbacks`` are read.
 
         Args:
-            urgent: its reply must be read at once.
+            urgent: at once.
         """
-        self.callbacks += 1
-        if self.state != IDLE:
+        if self.state != IDLE or not self.callbacks:
             return NOTHING
         if urgent:
-            self.state = THREAD_READS
-            return START_THREAD
-        if self._is_delayed:
+            return self._start_thread()
+        if self.is_delayed:
             return NOTHING
-        self._is_delayed = True
+        self.is_delayed = True
         return START_DELAYED
 
-    def remove_callback(self) -> None:
-        """Count a completed callback."""
-        self.callbacks -= 1
+    def _start_thread(self) -> Literal[Start.THREAD]:
+        self.state = THREAD_READS
+        self.reader = None
+        self._starts += 1
+        self.start = self._starts
+        return START_THREAD
 
     def end_delay(self) -> bool:
         """End a delayed start; return True if its thread is now the reader."""
-        self._is_delayed = False
+        self.is_delayed = False
         return self.callbacks > 0 and self.claim(THREAD_READS)
 
-    def release(self) -> C | Literal[Start.NOTHING, Start.THREAD]:
+    def release(self, by: object = None) -> C | Literal[Start.NOTHING, Start.THREAD]:
         """End the turn of the reader, or the connecting.
+
+        Args:
+            by: whose turn it is: ``reader``; None: that of a thread.
 
         Returns:
             The caller that reads next, or what to start. If the caller no longer waits, call
-            ``release`` for it.
+            ``release`` by it. NOTHING if ``by`` is not the reader.
         """
-        if self.state == BROKEN:
+        if self.state == BROKEN or self.reader is not by:
             return NOTHING
         if self._waiting:
             caller = next(iter(self._waiting))
             del self._waiting[caller]
             self.state = CALLER_READS
+            self.reader = caller
             return caller
         if self.callbacks:
-            self.state = THREAD_READS
-            return START_THREAD
+            return self._start_thread()
+        self.reader = None
         self.state = IDLE
         return NOTHING
 
@@ -138,4 +162,5 @@ class ReaderSchedule(Generic[C]):
         """End the schedule; return False if it had ended before."""
         is_first = self.state != BROKEN
         self.state = BROKEN
+        self.reader = None
         return is_first

@@ -95,6 +95,7 @@ class Stream:
                 with other, contextlib.suppress(OSError):  # then the first read fails
                     send_descriptor(connection, b"\0", other.fileno())
         self.wait = self._reader.wait
+        self.handled = self._reader.handled
         self.flush = self._send_queue.flush
 
     @property

@@ -277,7 +277,7 @@ class MessageReader:
         self._start = 0
         self._end = 0
         self._large: _LargeMessage | None = None
-        self._is_waiting = False
+        self._is_waiting = True  # or has not begun to read the next message
         self._received: list[int] = []  # counts of bytes, at most one
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -289,11 +289,15 @@ class MessageReader:
 
     @property
     def is_intact(self) -> bool:
-        """Tell, after an exception in ``read`` or later, that it came while ``read`` was waiting.
+        """Tell, after an exception in ``read`` or later, that nothing is lost by it.
 
-        No byte is lost then, and the next ``read`` goes on.
+        It came while ``read`` was waiting, or after ``handled``: the next ``read`` goes on.
         """
         return self._is_waiting and not self._received
+
+    def handled(self) -> None:
+        """Note that the message that was read last has been handled."""
+        self._is_waiting = True
 
     def wait(self, seconds: float) -> bool:
         """Tell whether there are bytes to read within ``seconds``."""
@@ -316,12 +320,14 @@ class MessageReader:
                 if self._end - self._start < _PREFIX.size + length:
                     self._fill(_PREFIX.size + length)
                 position = self._start + _PREFIX.size
+                self._is_waiting = False
                 self._start = position + length
                 if kind == 0 and length == head_length:
                     head = self._view[position : self._start]
                     return Message(number, _unpack(number, head) if length else None)
                 return self._take(position, number, length, head_length, kind)
             layout = _Layout(length, head_length, kind)
+            self._is_waiting = False
             self._start += _PREFIX.size
             self._large = _LargeMessage(number, layout, self._allocate)
         while not self._large.is_whole():
@@ -356,6 +362,7 @@ class MessageReader:
             self._end += self._receive(self._receive_into, self._view[self._end :])
 
     def _fill_large(self, large: _LargeMessage) -> None:
+        self._is_waiting = False
         view = large.missing[-1]
         have = min(len(view), self._end - self._start)
         if have:
@@ -374,7 +381,6 @@ class MessageReader:
             # One call in C: an interrupt comes while it waits, or after it stored the count.
             self._received.extend(map(receive, (view,)))
         except BlockingIOError:
-            self._is_waiting = False
             raise TimeoutError from None
         except OSError as exc:
             raise EOFError(str(exc)) from None
