@@ -303,7 +303,7 @@ def _wait(what: str, sockets: list[tuple[Socket, int]], seconds: float | None) -
         arrivals = [at for each, _ in sockets if (at := each.next_arrival()) is not None]
         return min(arrivals, default=None)
 
-    current().raise_by_chance(KeyboardInterrupt)
+    current().interrupt_by_chance()
     return current().step(what, is_ready, seconds, next_arrival)
 
 

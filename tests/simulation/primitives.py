@@ -46,7 +46,7 @@ class Lock:
             if not blocking:
                 return False
             seconds = None if timeout < 0 else timeout
-            scheduler.raise_by_chance(KeyboardInterrupt)
+            scheduler.interrupt_by_chance()
             if not scheduler.step(f"waits for {self._name}", self._is_free, seconds):
                 return False
         self._is_held = True
@@ -134,7 +134,7 @@ class Condition:
         holder = self._lock._holder if isinstance(self._lock, Lock) else None
         count = self._release_whole()
         try:
-            current().raise_by_chance(KeyboardInterrupt)
+            current().interrupt_by_chance()
             current().step("waits for a condition", notice.is_given, timeout)
         finally:
             if not notice.given:
@@ -200,7 +200,7 @@ class Event:
         current().step("cleared an event")
 
     def wait(self, timeout: float | None = None) -> bool:
-        current().raise_by_chance(KeyboardInterrupt)
+        current().interrupt_by_chance()
         return current().step("waits for an event", self.is_set, timeout)
 
 
@@ -260,7 +260,7 @@ class Thread:
             raise RuntimeError("threads can only be started once")
         scheduler = current()
         scheduler.step(f"starts {self.name}")
-        scheduler.raise_by_chance(RuntimeError, MemoryError)  # "can't start new thread"
+        scheduler.raise_by_chance(scheduler.chance_of_failed_starts, RuntimeError, MemoryError)
         self._thread = scheduler.spawn(self.run, self.name)
 
     @property
@@ -332,7 +332,7 @@ def monotonic() -> float:
 
 def sleep(seconds: float) -> None:
     """Wait for a virtual time."""
-    current().raise_by_chance(KeyboardInterrupt)
+    current().interrupt_by_chance()
     current().step("sleeps", _never, seconds)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from simulation import network, primitives
+from simulation.scheduler import SIMULATED_FILES
 
 __all__ = ["functions_of", "simulated"]
 
@@ -64,8 +65,8 @@ class _OrderedWeakSet:
 
 
 @contextlib.contextmanager
-def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[frozenset[str]]:
-    """Have all modules of packages use simulated primitives; yield the modules' files."""
+def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[None]:
+    """Have all modules of packages use simulated primitives."""
     threads = _stand_in(threading, primitives.THREADING)
     clock = _stand_in(time, primitives.TIME)
     weak = _stand_in(weakref, {"WeakSet": _OrderedWeakSet})
@@ -83,9 +84,8 @@ def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[frozenset[str]]:
         id(weakref.WeakSet): _OrderedWeakSet,
     }
     changed: list[tuple[Any, str, Any]] = []
-    files = set()
     for module in _modules(packages):
-        files.add(str(module.__file__))
+        SIMULATED_FILES.add(str(module.__file__))
         for name, value in list(vars(module).items()):
             new = instead.get(id(value))
             if new is None and type(value) in _LOCKS:
@@ -101,9 +101,10 @@ def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[frozenset[str]]:
     gc.collect()
     gc.freeze()  # collections within a run need not look at all modules
     try:
-        yield frozenset(files)
+        yield
     finally:
         gc.unfreeze()
+        SIMULATED_FILES.clear()
         for holder, name, value in changed:
             setattr(holder, name, value)
 

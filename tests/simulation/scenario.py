@@ -64,7 +64,7 @@ def run(
     seed: int,
     program: Any = None,
     strategy: Strategy | None = None,
-    lines: frozenset[str] = frozenset(),
+    lines: bool = False,
 ) -> Result[Any]:
     """Run a scenario once.
 
@@ -73,7 +73,7 @@ def run(
         seed: of the program, of the strategy, and of the threads' random choices.
         program: None: the seed's.
         strategy: None: the seed's.
-        lines: files in which threads may be switched at every line.
+        lines: threads may be switched at every line of the code that is simulated.
     """
     if program is None:
         program = scenario.program(random.Random(f"program {seed}"))
@@ -89,7 +89,7 @@ def run(
 
 
 def shrink(
-    scenario: Scenario[Any], seed: int, result: Result[Any], lines: frozenset[str] = frozenset()
+    scenario: Scenario[Any], seed: int, result: Result[Any], lines: bool = False
 ) -> Result[Any]:
     """Return a run that fails in the same way with less: calls, threads, and switches of threads.
 

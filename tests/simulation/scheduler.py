@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import dis
+import functools
 import logging
 import os
 import random
@@ -23,19 +25,23 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "Choice",
     "ExpectedError",
     "Failure",
+    "SIMULATED_FILES",
     "Scheduler",
     "SimulatedThread",
     "Stopped",
     "Strategy",
     "current",
 ]
+
+#: of the code that is simulated
+SIMULATED_FILES: set[str] = set()
 
 STEP_SECONDS = 1e-6  # of virtual time
 MAX_STEPS = 60_000
@@ -124,8 +130,10 @@ class SimulatedThread:
     ) -> None:
         self.name = name
         self.key = key
-        #: Ctrl-C may strike it: it is what a main thread is in a program
+        #: Ctrl-C may strike it while it waits: it is what a main thread is in a program
         self.may_be_interrupted = False
+        #: ... and after so many more of the points at which Python looks for it; 0: not
+        self.interrupt_after = 0
         #: random choices that do not depend on what other threads do
         self.random = random.Random(f"{scheduler.seed} {key}")
         self.children = 0
@@ -196,7 +204,8 @@ class Scheduler:
         strategy (Strategy): decides who goes on.
         seed (int): of the random choices of threads.
         max_steps (int): a run that has not ended by then has a livelock.
-        lines (set): files in which threads may be switched at every line, not only at steps.
+        lines (bool): threads may be switched at every line of the code that is simulated, not only
+            at steps.
         line_chance (float): of a step at such a line.
     """
 
@@ -205,7 +214,7 @@ class Scheduler:
         strategy: Strategy,
         seed: int = 0,
         max_steps: int = MAX_STEPS,
-        lines: frozenset[str] = frozenset(),
+        lines: bool = False,
         line_chance: float = 0.05,
     ) -> None:
         self.seed = seed
@@ -220,8 +229,10 @@ class Scheduler:
         #: a checksum of all steps: equal for equal runs
         self.digest = 0
         self.is_over = False
-        #: of errors that are injected at each place where they may come
-        self.chance_of_errors = 0.0
+        #: of a KeyboardInterrupt at each wait of a thread that may be interrupted
+        self.chance_of_interrupts = 0.0
+        #: of each start of a thread to fail
+        self.chance_of_failed_starts = 0.0
         #: sockets that listen, by address
         self.listeners: dict[Any, Any] = {}
         self._strategy = strategy
@@ -336,19 +347,28 @@ class Scheduler:
         me.changes_at = _never
         return ready is None or ready()
 
-    def raise_by_chance(self, *errors: type[BaseException]) -> None:
-        """Raise one of these errors, sometimes, where the run is to have errors.
+    def interrupt_by_chance(self) -> None:
+        """Raise KeyboardInterrupt, sometimes, in a thread that may be interrupted."""
+        if self.current.may_be_interrupted:
+            self.raise_by_chance(self.chance_of_interrupts, KeyboardInterrupt)
 
-        ``KeyboardInterrupt`` is raised in threads that may be interrupted.
-        """
+    def raise_by_chance(self, chance: float, *errors: type[BaseException]) -> None:
+        """Raise one of these errors, sometimes."""
         me = self.current
-        possible = [e for e in errors if e is not KeyboardInterrupt or me.may_be_interrupted]
-        if self.is_over or not possible or not self.chance_of_errors:
-            return
-        if me.random.random() < self.chance_of_errors:
-            error = me.random.choice(possible)
+        if chance and not self.is_over and me.random.random() < chance:
+            error = me.random.choice(errors)
             self._note(me, f"raises {error.__name__}")
             raise error("injected")
+
+    def interrupt_after(self, points: int) -> None:
+        """Raise KeyboardInterrupt in this thread, in the code that is simulated.
+
+        Args:
+            points: after so many of the points at which Python runs the handlers of signals: the
+                begin of a function, the return of a call, a jump back.
+        """
+        self.current.interrupt_after = points
+        self.trace_lines()
 
     def fail(self, summary: str, details: str) -> None:
         """Note a failure, which ends the run; only the first one counts."""
@@ -367,8 +387,8 @@ class Scheduler:
                 following.resume()
 
     def trace_lines(self) -> None:
-        """Switch threads at lines from now on in this thread, if the run is to do so."""
-        if self._lines:
+        """Trace this thread from now on, if the run needs that."""
+        if self._lines or self.current.interrupt_after:
             sys.settrace(self._trace_call)
 
     # -- deciding -----------------------------------------------------------------------------
@@ -414,14 +434,27 @@ class Scheduler:
         return min(times, default=None)
 
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._trace_line if frame.f_code.co_filename in self._lines else None
+        if frame.f_code.co_filename not in SIMULATED_FILES or self.is_over:
+            return None
+        if not self._is_deciding and self.current.interrupt_after:
+            frame.f_trace_opcodes = True
+        return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not self.is_over and not self._is_deciding:
+        if not self.is_over and not self._is_deciding:
             me = self.current
-            if me.random.random() < self._line_chance:
+            if event == "opcode" and me.interrupt_after:
+                self._count_point(me, frame)
+            elif event == "line" and self._lines and me.random.random() < self._line_chance:
                 self.step(f"line {frame.f_lineno} of {frame.f_code.co_name}")
         return self._trace_line
+
+    def _count_point(self, me: SimulatedThread, frame: FrameType) -> None:
+        if frame.f_lasti in _signal_points(frame.f_code):
+            me.interrupt_after -= 1
+            if not me.interrupt_after:
+                self._note(me, f"raises KeyboardInterrupt, {frame.f_code.co_name}:{frame.f_lineno}")
+                raise KeyboardInterrupt("injected")  # which ends the tracing, too
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -482,6 +515,20 @@ class _Log(logging.Handler):
         else:
             text = "".join(traceback.format_exception(error))
             self._scheduler.fail(_summary(error), f"{record.getMessage()}\n{text}")
+
+
+@functools.cache
+def _signal_points(code: CodeType) -> frozenset[int]:
+    """Return the instructions before which Python runs the handlers of signals."""
+    points = {0}
+    before = ""
+    for each in dis.get_instructions(code):
+        if before.startswith("CALL") or before == "RESUME":
+            points.add(each.offset)
+        if "JUMP_BACKWARD" in each.opname or each.opname == "JUMP_ABSOLUTE":
+            points.add(each.argval)
+        before = each.opname
+    return frozenset(points)
 
 
 def current() -> Scheduler:

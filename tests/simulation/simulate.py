@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -71,15 +70,14 @@ def run_all(name: str, seeds: range, lines: bool, jobs: int) -> int:
 def show(name: str, seed: int, lines: bool) -> int:
     """Run a seed, shrink it if it fails, and print what happens; return the exit status."""
     scenario = SCENARIOS[name]
-    with simulated() as files:
-        chosen = files if lines else frozenset()
-        result = run(scenario, seed, lines=chosen)
+    with simulated():
+        result = run(scenario, seed, lines=lines)
         if result.failure is None:
             steps, digest = result.scheduler.steps, result.scheduler.digest
             print(f"{name}, seed {seed}: passes, {steps} steps, checksum {digest:08x}")
             return 0
         print(f"{name}, seed {seed}: {result.failure.summary}", flush=True)
-        small = shrink(scenario, seed, result, chosen)
+        small = shrink(scenario, seed, result, lines)
     assert small.failure is not None
     switches = len(small.scheduler.choices)
     print(f"shrunk to {small.scheduler.steps} steps and {switches} choices:\n{small.program}")
@@ -90,18 +88,13 @@ def show(name: str, seed: int, lines: bool) -> int:
 def _run_batch(batch: tuple[str, range, bool]) -> list[tuple[int, int, str | None]]:
     """Return the seeds of a batch, how many steps each took, and how each failed."""
     name, seeds, lines = batch
-    with simulated() as files:
-        chosen = files if lines else frozenset()
-        return list(_run_seeds(name, seeds, chosen))
-
-
-def _run_seeds(
-    name: str, seeds: range, lines: frozenset[str]
-) -> Iterator[tuple[int, int, str | None]]:
-    for seed in seeds:
-        result = run(SCENARIOS[name], seed, lines=lines)
-        failure = result.failure
-        yield seed, result.scheduler.steps, None if failure is None else failure.summary
+    found = []
+    with simulated():
+        for seed in seeds:
+            result = run(SCENARIOS[name], seed, lines=lines)
+            failure = result.failure
+            found.append((seed, result.scheduler.steps, failure and failure.summary))
+    return found
 
 
 def _seeds(text: str) -> range:

@@ -58,10 +58,15 @@ class Freezing(RandomWalk):
         awake = [thread for thread in threads if self._frozen_until.get(thread, 0) <= step]
         if awake:
             return super().choose(scheduler, awake)
-        due = scheduler.next_deadline()
-        if due is None or due > scheduler.now + FROZEN_SECONDS or rng.random() < 0.2:
+        if rng.random() < 0.2 or not _may_pass(scheduler):
             return rng.choice(threads)
         return None
+
+
+def _may_pass(scheduler: Scheduler) -> bool:
+    """Tell whether the time may pass until the next deadline though threads can run."""
+    due = scheduler.next_deadline()
+    return due is not None and due <= scheduler.now + FROZEN_SECONDS
 
 
 class Priorities(Strategy):
@@ -112,7 +117,7 @@ class Replay(Strategy):
         self, scheduler: Scheduler, threads: list[SimulatedThread]
     ) -> SimulatedThread | None:
         key = self._choices.get(scheduler.steps)
-        if key == "" and scheduler.next_deadline() is not None:
+        if key == "" and _may_pass(scheduler):
             return None
         for thread in threads:
             if thread.key == key:

@@ -3,11 +3,12 @@
 import random
 import socket
 import time
+import traceback
 
 import pytest
 from simulation import network, primitives
 from simulation.scenario import run, shrink
-from simulation.scheduler import ExpectedError, Scheduler, current
+from simulation.scheduler import SIMULATED_FILES, ExpectedError, Scheduler, current
 from simulation.strategies import Freezing, Priorities, RandomWalk, strategy_for
 
 SEEDS = range(300)
@@ -36,6 +37,13 @@ def finish(*functions):
 def failures_of(main, seeds=SEEDS, **options):
     found = [simulate(main, seed, **options)[1] for seed in seeds]
     return [each.summary for each in found if each is not None]
+
+
+@pytest.fixture
+def this_code_is_simulated():
+    SIMULATED_FILES.add(__file__)
+    yield
+    SIMULATED_FILES.clear()
 
 
 class TestRuns:
@@ -93,7 +101,7 @@ class TestRuns:
             found += bool(scheduler.run(main))
         assert 0 < found < len(SEEDS)
 
-    def test_lines_are_steps_where_that_is_chosen(self):
+    def test_lines_are_steps_where_that_is_chosen(self, this_code_is_simulated):
         value = [0]
 
         def add():
@@ -106,7 +114,7 @@ class TestRuns:
             assert value[0] == 2, "an update was lost"
 
         assert not failures_of(main)
-        assert failures_of(main, lines=frozenset([__file__]), line_chance=0.3)
+        assert failures_of(main, lines=True, line_chance=0.3)
 
 
 class TestFailures:
@@ -183,7 +191,7 @@ class TestFailures:
 
     def test_an_injected_error_strikes_waits_and_starts(self):
         def main():
-            current().chance_of_errors = 0.5
+            current().chance_of_interrupts = current().chance_of_failed_starts = 0.5
             current().current.may_be_interrupted = True
             try:
                 finish(lambda: None)
@@ -196,6 +204,35 @@ class TestFailures:
             "RuntimeError",
             "MemoryError",
         }
+
+    def test_an_interrupt_strikes_between_any_call_and_what_follows(self, this_code_is_simulated):
+        def nothing():
+            pass
+
+        def work():
+            done = [0]
+            nothing()
+            done.append(1)
+            for _ in range(2):
+                done.append(2)
+
+        def interrupted_after(points):
+            where = []
+
+            def main():
+                current().interrupt_after(points)
+                try:
+                    work()
+                except KeyboardInterrupt as exc:
+                    frame = traceback.TracebackException.from_exception(exc, capture_locals=True)
+                    where.append((frame.stack[1].locals or {}).get("done"))
+
+            assert simulate(main)[1] is None
+            return where
+
+        found = [interrupted_after(points) for points in range(1, 30)]
+        assert ["[0, 1]"] in found and ["[0, 1, 2]"] in found and ["[0, 1, 2, 2]"] in found
+        assert [] in found, "some are too late"
 
 
 class Racing:

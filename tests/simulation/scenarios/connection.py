@@ -3,6 +3,9 @@
 Promised: each call ends once, with its own reply; none is lost unless the connection is cut; no
 function runs twice; what is rerouted never ran; while replies are expected somebody reads; and all
 threads end when the connection is closed.
+
+Ctrl-C may strike the first caller anywhere. It ends the call that this one makes or waits for; the
+others end all the same, with an error where the connection had to be broken off.
 """
 
 from __future__ import annotations
@@ -69,12 +72,15 @@ class Program:
         cut: where it breaks; None: nowhere.
         trims: how often memory that is not used is freed.
         idle_seconds: a thread without a task ends after this time.
+        interrupts: when Ctrl-C strikes the first caller, one after the other, see
+            ``Scheduler.interrupt_after``; empty: never.
     """
 
     callers: tuple[Caller, ...]
     cut: Cut | None = None
     trims: int = 0
     idle_seconds: float = 0.2
+    interrupts: tuple[int, ...] = ()
 
 
 class Connection:
@@ -90,13 +96,19 @@ class Connection:
             for _ in range(rng.randint(1, 4))
         )
         cut = Cut(rng.random() < 0.5, rng.randint(0, 600)) if rng.random() < 0.3 else None
-        return Program(callers, cut, rng.choice([0, 0, 1, 3]), rng.choice([0.002, 0.01, 0.2]))
+        trims, idle_seconds = rng.choice([0, 0, 1, 3]), rng.choice([0.002, 0.01, 0.2])
+        interrupts: tuple[int, ...] = ()
+        if rng.random() < 0.3:
+            interrupts = tuple(int(rng.choice([30, 200, 600]) * rng.random()) for _ in range(3))
+        return Program(callers, cut, trims, idle_seconds, interrupts)
 
     def smaller(self, program: Program) -> Iterator[Program]:
         if program.cut is not None:
             yield dataclasses.replace(program, cut=None)
         if program.trims:
             yield dataclasses.replace(program, trims=program.trims - 1)
+        if program.interrupts:
+            yield dataclasses.replace(program, interrupts=program.interrupts[1:])
         for index, caller in enumerate(program.callers):
             before, after = program.callers[:index], program.callers[index + 1 :]
             if before or after:
@@ -119,6 +131,8 @@ class _Run:
         self.rerouted: set[int] = set()
         self.ended: collections.Counter[int] = collections.Counter()
         self.lost: set[int] = set()
+        self.abandoned: set[int] = set()  # by who made them, for Ctrl-C
+        self.interrupts = list(program.interrupts)
         self.call_ids = itertools.count(1)
         self.near, self.far = network.connect()
         if program.cut is not None:
@@ -146,7 +160,7 @@ class _Run:
         )
         self.scheduler.invariants.append(self.nobody_reads)
         callers = [
-            Thread(target=self.make_calls, name=f"caller {number}", args=(caller,))
+            Thread(target=self.make_calls, name=f"caller {number}", args=(caller, not number))
             for number, caller in enumerate(self.program.callers)
         ]
         for thread in callers:
@@ -158,8 +172,12 @@ class _Run:
         for thread in callers:
             thread.join()
         expected = sum(len(caller.functions) for caller in self.program.callers)
-        current().step("waits for the replies", lambda: len(self.ended) == expected, CALL_SECONDS)
-        assert len(self.ended) == expected, f"{expected - len(self.ended)} calls have not ended"
+
+        def have_ended() -> bool:
+            return len(self.abandoned.union(self.ended)) == expected
+
+        current().step("waits for the replies", have_ended, CALL_SECONDS)
+        assert have_ended(), f"{expected} calls, {self.abandoned} abandoned, ended: {self.ended}"
         self.close(server)
         self.check()
 
@@ -179,7 +197,7 @@ class _Run:
         assert set(self.ran.values()) <= {1}, f"functions ran more than once: {self.ran}"
         both = self.rerouted & set(self.ran)
         assert not both, f"calls were rerouted that had run: {both}"
-        if self.program.cut is None:
+        if self.program.cut is None and not self.abandoned:
             assert not self.lost and not self.rerouted, (
                 f"{self.lost} lost, {self.rerouted} rerouted"
             )
@@ -187,32 +205,43 @@ class _Run:
     def nobody_reads(self) -> str | None:
         """Say what is wrong with the schedule of readers, an invariant."""
         schedule, lock = self.connection.schedule, self.connection._lock
-        if lock.locked() or schedule.state != IDLE:
-            return None
+        if lock.locked() or schedule.state != IDLE or self.abandoned or self.interrupts:
+            return None  # a thread may be on its way from an interrupt to ``repair``
         if schedule._waiting:
             return "a caller waits, and nobody reads"
-        if schedule.callbacks and not schedule._is_delayed:
+        if schedule.callbacks and not schedule.is_delayed:
             return "callbacks are due, and nobody reads"
         return None
 
     # -- the caller ---------------------------------------------------------------------------
 
-    def make_calls(self, caller: Caller) -> None:
-        me = self.scheduler.current
+    def make_calls(self, caller: Caller, is_main: bool) -> None:
         for function in caller.functions:
             number = next(self.call_ids)
-            frame = Frame(Kind.CALL, 0, 0, number, data=f"{number} {function}".encode())
-            call = self.connection.call(frame)
-            if call is None:
-                assert self.program.cut is not None, "the connection is broken"
-                self.end(number, None)
-            elif caller.how in (CALLED_BACK, RAISES):
-                callback = functools.partial(self.called_back, number, caller.how)
-                call.on_done(callback, me.random.random() < 0.5)
-                if me.random.random() < 0.3:
-                    sleep(me.random.choice([0.0001, 0.002, 0.01]))
-            else:
-                self.wait(number, call, caller.how == GIVES_UP)
+            if is_main and self.interrupts:
+                self.scheduler.current.may_be_interrupted = True
+                self.scheduler.chance_of_interrupts = 0.05
+                self.scheduler.interrupt_after(self.interrupts.pop(0))
+            try:
+                self.make_call(number, caller.how, function)
+            except KeyboardInterrupt:
+                self.abandoned.add(number)
+            finally:
+                self.scheduler.current.may_be_interrupted = False
+
+    def make_call(self, number: int, how: str, function: str) -> None:
+        me = self.scheduler.current
+        frame = Frame(Kind.CALL, 0, 0, number, data=f"{number} {function}".encode())
+        call = self.connection.call(frame)
+        if call is None:
+            assert self.program.cut is not None or self.abandoned, "the connection is broken"
+            self.end(number, None)
+        elif how in (CALLED_BACK, RAISES):
+            call.on_done(functools.partial(self.called_back, number, how), me.random.random() < 0.5)
+            if me.random.random() < 0.3:
+                sleep(me.random.choice([0.0001, 0.002, 0.01]))
+        else:
+            self.wait(number, call, how == GIVES_UP)
 
     def wait(self, number: int, call: Any, gives_up: bool) -> None:
         me = self.scheduler.current
@@ -239,6 +268,8 @@ class _Run:
     def end(self, number: int, outcome: Outcome[Frame] | None) -> None:
         """Note the end of a call."""
         assert not self.scheduler.current.locks, "a callback runs under a lock"
+        if self.program.interrupts and number in self.ended:
+            return  # a callback that was interrupted is called again
         self.ended[number] += 1
         if outcome is None:
             return
