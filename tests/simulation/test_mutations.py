@@ -1,10 +1,10 @@
 """Small faults that are put into the code one by one: the simulation finds each of them."""
 
 import pytest
-from simulation.mutation import Mutation, mutated
-from simulation.replacing import simulated
-from simulation.scenario import run
-from simulation.scenarios import SCENARIOS
+from simulation.mutation import Mutation
+from simulation.separately import first_failure
+
+pytestmark = pytest.mark.process
 
 MOST_SEEDS = 10_000
 
@@ -27,32 +27,30 @@ MUTATIONS = [
         "a caller that has its reply keeps the role of the reader",
         CONNECTION,
         """\
-                    raise
-                finally:
-                    self._release_reader()
+                    self._release_reader(call.turn or call)
+                    if is_done:
 """,
         """\
-                    raise
-                finally:
-                    pass
+                    if is_done:
+
 """,
     ),
     Mutation(
         "a caller that gives up drops the turn that it was given",
         CONNECTION,
-        "        return woken is _READ",
-        "        return woken is _READ and (deadline is None or time.monotonic() < deadline)",
+        "        if reads:\n            self._on_read_error",
+        "        if reads and type(error) is not TimeoutError:\n            self._on_read_error",
     ),
     Mutation(
         "whether a call is pending is checked outside of the lock",
         CALL,
         """\
-        with self._lock:
-            is_pending = self._value is PENDING
+            with self._lock:
+                is_pending = self._value is PENDING
 """,
         """\
-        is_pending = self._value is PENDING
-        with self._lock:
+            is_pending = self._value is PENDING
+            with self._lock:
 """,
     ),
     Mutation(
@@ -70,12 +68,8 @@ MUTATIONS = [
     Mutation(
         "two threads write at once",
         SEND_QUEUE,
-        """\
-                if self._is_writing or (more and len(self._queue) < MAX_HELD_BACK):
-""",
-        """\
-                if more and len(self._queue) < MAX_HELD_BACK:
-""",
+        "if self._writer or (more and len(self._queue) < MAX_HELD_BACK):",
+        "if more and len(self._queue) < MAX_HELD_BACK:",
     ),
     Mutation(
         "a role is released outside of its lock",
@@ -113,14 +107,14 @@ MUTATIONS = [
             if self._value is not PENDING:
                 return False
             self._value = value
-            callbacks = self._callbacks
+        if self._callbacks is not None:
 """,
         """\
         if self._value is not PENDING:
             return False
         with self._lock:
             self._value = value
-            callbacks = self._callbacks
+        if self._callbacks is not None:
 """,
     ),
     Mutation(
@@ -145,15 +139,15 @@ MUTATIONS = [
         "the last thread that wrote seems to write still",
         SEND_QUEUE,
         """\
-                if not self._queue:
-                    self._is_writing = False
-                    return
-                messages""",
+                        self._writing = []
+                        self._writer = 0
+                        return True
+""",
         """\
-                if not self._queue:
-                    return
+                        self._writing = []
+                        return True
 
-                messages""",
+""",
     ),
     Mutation(
         "a call that is made while the connection opens is not sent",
@@ -171,6 +165,18 @@ MUTATIONS = [
         self._stream = stream
 """,
     ),
+    Mutation(
+        "a writer that is interrupted hands over to no thread",
+        SEND_QUEUE,
+        "            self._writer = HANDED_OVER\n        self._threads.submit(self._resume)",
+        "            self._writer = HANDED_OVER",
+    ),
+    Mutation(
+        "a reply whose reader is interrupted is set for nobody",
+        CONNECTION,
+        "            self._threads.submit(functools.partial(call.set_again, reply))",
+        "            pass",
+    ),
 ]
 
 
@@ -178,8 +184,4 @@ MUTATIONS = [
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_simulation_finds_a_fault(mutation):
-    with simulated(), mutated(mutation):
-        for seed in range(MOST_SEEDS):
-            if run(SCENARIOS["connection"], seed).failure is not None:
-                return
-    pytest.fail(f"no seed finds it: {mutation.name}")
+    assert first_failure("connection", range(MOST_SEEDS), mutation), "no seed finds it"

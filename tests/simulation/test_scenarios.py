@@ -5,33 +5,65 @@ import sys
 from pathlib import Path
 
 import pytest
-from simulation.replacing import simulated
-from simulation.scenario import run
+from simulation.mutation import Mutation
 from simulation.scenarios import SCENARIOS
+from simulation.separately import first_failure
+
+pytestmark = pytest.mark.process
 
 SEEDS = {"connection": range(400), "agents": range(150), "rrefs": range(150)}
-# (scenario, seed, what it has found)
+# The scenario, a seed that has found a defect, and the defect.
 REGRESSIONS = [
-    ("connection", 28, "an error of a callback went to the thread that had asked for it"),
-    ("rrefs", 3073, "an RRef whose owner died while it was sent was a KeyError"),
+    (
+        "connection",
+        64,
+        Mutation(
+            "an error of a callback goes to the thread that had asked for it",
+            "_transports.direct.connection_call",
+            "                self._report(callback, self._value)\n        except",
+            "                callback(Value(self._value.frame()))\n        except",
+        ),
+    ),
+    (
+        "connection",
+        19,
+        Mutation(
+            "Ctrl-C in a thread that waits leaves its turn to read with it",
+            "_transports.direct.connection",
+            "                self._stop_waiting(call, exc)\n            except",
+            "                type(exc) is TimeoutError and self._stop_waiting(call, exc)\n"
+            "            except",
+        ),
+    ),
+    (
+        "rrefs",
+        3500,
+        Mutation(
+            "an RRef whose owner died while it was sent is a KeyError",
+            "_runtime.rrefs.handle",
+            '            self._check("fork an UserRRef")\n            raise\n',
+            "            raise\n\n",
+        ),
+    ),
 ]
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", SEEDS)
 def test_a_scenario_keeps_its_promises(name):
-    with simulated():
-        for seed in SEEDS[name]:
-            failure = run(SCENARIOS[name], seed).failure
-            assert failure is None, (
-                f"{failure.summary}\n{failure.details}\n\nTo run it again: "
-                f"python tests/simulation/simulate.py {name} --seed {seed}"
-            )
+    failure = first_failure(name, SEEDS[name])
+    assert not failure, failure
 
 
-@pytest.mark.parametrize(("name", "seed", "what"), REGRESSIONS)
-def test_what_was_found_is_not_there_any_more(name, seed, what):
-    with simulated():
-        assert run(SCENARIOS[name], seed).failure is None
+def test_every_scenario_is_tested():
+    assert SEEDS.keys() == SCENARIOS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "defect"), REGRESSIONS, ids=[defect.name for *_, defect in REGRESSIONS]
+)
+def test_what_was_found_is_not_there_any_more(name, seed, defect):
+    assert first_failure(name, range(seed, seed + 1), defect), "the seed does not find it"
+    assert not first_failure(name, range(seed, seed + 1))
 
 
 def test_a_seed_gives_the_same_run_in_every_process():

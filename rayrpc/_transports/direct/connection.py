@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
@@ -30,7 +29,8 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
-from rayrpc._transports.direct.connection_call import ConnectionCall
+from rayrpc._transports.direct.connection_call import READ, ConnectionCall
+from rayrpc._transports.direct.connection_owner import ConnectionOwner
 from rayrpc._transports.direct.peer_process import pid_of_peer
 from rayrpc._transports.direct.reader_schedule import (
     BROKEN,
@@ -46,38 +46,16 @@ from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import TICK_SECONDS, Message
 
-__all__ = ["CallerConnection", "ConnectionOwner"]
+__all__ = ["CallerConnection"]
 
 logger = logging.getLogger(__name__)
 
-# With so many callbacks due, more calls are likely to follow: they are sent together, after this
-# time at the latest.
+# With so many callbacks due, more calls are likely to follow: they are sent together.
 BURST = 8
-FLUSH_SECONDS = 0.0002
 # Replies whose callbacks are not urgent are read after this time, or along with others.
 DELAY_SECONDS = 0.005
 # How often ``end`` checks whether the replies are read.
 READ_POLL_SECONDS = 0.001
-
-# Why a waiting caller was woken; or by the value of its reply.
-_READ = object()
-_EXPIRED = object()
-
-
-class ConnectionOwner(Protocol):
-    """What a connection needs of the transport that opened it."""
-
-    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
-        """Return an authenticated connection; raise OSError or RpcError if there is none."""
-
-    def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
-        """Send a request of which the connection sent no byte by another transport."""
-
-    def expect_large(self, connection: CallerConnection, call_id: int) -> Pending:
-        """Return where a reply will be that a connection has announced."""
-
-    def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
-        """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""
 
 
 class CallerConnection:
@@ -98,7 +76,7 @@ class CallerConnection:
     def __init__(
         self,
         peer: Member,
-        owner: ConnectionOwner,
+        owner: ConnectionOwner[CallerConnection],
         threads: ThreadCache,
         watchdog: ReaderWatchdog,
         memory: ReceivedMemory | None = None,
@@ -116,14 +94,12 @@ class CallerConnection:
         self._watchdog = watchdog
         self._memory = memory
         self._lock = threading.Lock()
-        # Added to under the lock, unless BROKEN.  Readers remove a call without it, when its reply
-        # is set: ``dict.pop`` is atomic, and should ``fail`` take the same call, its reply is set
-        # but once.
+        # Added to under the lock, unless BROKEN.  Readers remove a call without it, as
+        # ``dict.pop`` is atomic, when its reply is set: ``fail`` does not set it again.
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
         #: guarded by the lock, which calls share
         self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
-        self._is_flush_due = False
         self._is_ending = False  # the owner knows of the end
         self._stream: Stream | None = None
         threads.submit(functools.partial(self._connect, connected))
@@ -146,7 +122,7 @@ class CallerConnection:
             if stream.send(call.id, frame, burst):
                 call.frame = None
             elif burst:
-                self._flush_later(stream)
+                stream.flush_later()
         return call
 
     def expect(self, call_id: int) -> ConnectionCall | None:
@@ -161,19 +137,6 @@ class CallerConnection:
         if early is not None:
             call.set(early)
         return call
-
-    def _flush_later(self, stream: Stream) -> None:
-        def flush() -> None:
-            time.sleep(FLUSH_SECONDS)
-            with self._lock:
-                self._is_flush_due = False
-            stream.flush()
-
-        with self._lock:
-            if self._is_flush_due:
-                return
-            self._is_flush_due = True
-        self._threads.submit(flush)
 
     @property
     def is_broken(self) -> bool:
@@ -197,7 +160,7 @@ class CallerConnection:
         """End the connection; its calls wait for ``fail``."""
         self._break_off(reason)
         if self._stream is not None:
-            self._stream.shut_down()  # ends reads and writes
+            self._stream.shut_down()
 
     def fail(self, error: BaseException) -> None:
         """End the connection and its calls."""
@@ -300,8 +263,7 @@ class CallerConnection:
                     call.turn = None
                     reads = self.schedule.claim(CALLER_READS, call)
                     if not reads:
-                        call.turn = Promise(self._lock)
-                        self.schedule.add_caller(call.turn)
+                        self.schedule.add_caller(call.new_turn())
                 if reads or self._wait_turn(call, deadline):
                     is_done = self._read_until(call, deadline)
                     self._release_reader(call.turn or call)
@@ -317,16 +279,11 @@ class CallerConnection:
 
     def _wait_turn(self, call: ConnectionCall, deadline: float | None) -> bool:
         """Wait for a reply, or for the turn to read; return True if this thread is to read."""
-        turn = call.turn
-        assert turn is not None
-        call.add_callback(turn.set)
-        turn.wait(None if deadline is None else deadline - time.monotonic())
+        reads = call.wait_turn(deadline)
         with self._lock:
-            self.schedule.remove_caller(turn)
-        if turn.value is not _READ:
-            return False
-        call.remove_callback(turn.set)
-        return True
+            if call.turn is not None:
+                self.schedule.remove_caller(call.turn)
+        return reads
 
     def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
         """End the wait of this thread, and its turn to read, wherever an exception came."""
@@ -334,11 +291,10 @@ class CallerConnection:
         with self._lock:
             reads = self.schedule.reader is call
         if turn is not None:
-            turn.set(_EXPIRED)  # unless another thread was faster, just now
-            call.remove_callback(turn.set)
+            call.end_turn()  # unless another thread was faster, just now
             with self._lock:
                 self.schedule.remove_caller(turn)
-                reads |= self.schedule.reader is turn and turn.value is _READ
+                reads |= self.schedule.reader is turn and turn.value is READ
         if reads:
             self._on_read_error(error)
             self._release_reader(turn or call)
@@ -376,7 +332,7 @@ class CallerConnection:
                 self.start_reader(START_THREAD)
                 return
             assert isinstance(following, Promise)
-            if following.set(_READ) or following.value is _READ:
+            if following.set(READ) or following.value is READ:
                 return
             by = following  # it waits no longer
 
@@ -385,17 +341,15 @@ class CallerConnection:
         with self._lock:
             schedule = self.schedule
             turn = schedule.reader
-            start = schedule.due_start(urgent=True)
-            if start is NOTHING and schedule.start:
-                start = START_THREAD
+            starts = schedule.due_start(urgent=True) is START_THREAD or schedule.start
             is_delayed = schedule.is_delayed
-        if start is START_THREAD:
+        if starts:
             self.start_reader(START_THREAD)
         if is_delayed:
             self.start_reader(START_DELAYED)
         if isinstance(turn, Promise):
-            turn.set_again(_READ)
-            if turn.value is not _READ:
+            turn.set_again(READ)
+            if turn.value is not READ:
                 self._release_reader(turn)  # it waits no longer
 
     def start_reader(self, start: Start) -> None:
@@ -509,14 +463,9 @@ class CallerConnection:
             is_loss = not self._is_ending
             self._is_ending = True
             # those without a frame here were sent on another connection: they wait for ``fail``
-            waiting = [self._calls.get(call_id) for call_id in unsent]
-            found = [
-                call
-                for call in waiting
-                if call is not None
-                and call.frame is not None
-                and self._calls.pop(call.id, None) is not None
-            ]
+            found = [c for each in unsent if (c := self._calls.get(each)) and c.frame is not None]
+            for call in found:
+                self._calls.pop(call.id, None)
         if is_loss:
             self._owner.on_connection_lost(self, reason)
         for call in found:

@@ -15,11 +15,15 @@ from rayrpc._protocol.transport import Pending
 from rayrpc._transports.direct.reader_schedule import NOTHING, ReaderSchedule, Start
 from rayrpc._transports.direct.wire import Message
 
-__all__ = ["ConnectionCall", "Reply"]
+__all__ = ["ConnectionCall", "READ", "Reply"]
 
 logger = logging.getLogger(__name__)
 
 Reply = Message | Error | Pending
+
+#: the value of a turn whose caller is to read; others wake it for the reply, or as it gives up
+READ = object()
+_EXPIRED = object()
 
 
 class ReadConnection(Protocol):
@@ -75,6 +79,33 @@ class ConnectionCall(OneShot[Reply], Pending):
             reply.unwrap()
         assert isinstance(reply, Pending)
         return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def new_turn(self) -> Promise[object]:
+        """Begin a turn, with the lock held; ``wait_turn`` and perhaps ``end_turn`` follow."""
+        self.turn = Promise(self._lock)
+        return self.turn
+
+    def wait_turn(self, deadline: float | None) -> bool:
+        """Wait for the reply, or for the turn to read; return True for that.
+
+        Raises:
+            TimeoutError: neither came before the deadline; call ``end_turn``.
+        """
+        turn = self.turn
+        assert turn is not None
+        self.add_callback(turn.set)
+        turn.wait(None if deadline is None else deadline - time.monotonic())
+        if turn.value is not READ:
+            return False
+        self.remove_callback(turn.set)
+        return True
+
+    def end_turn(self) -> None:
+        """End the wait for the turn, unless it has ended; may be called again."""
+        turn = self.turn
+        if turn is not None:
+            turn.set(_EXPIRED)
+            self.remove_callback(turn.set)
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         start: Start = NOTHING

@@ -7,6 +7,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ __all__ = ["SendQueue"]
 WRITE_SECONDS = 0.02
 # How many messages are held back at most while others are likely to follow.
 MAX_HELD_BACK = 16
+# How long, unless ``flush`` is called before.
+FLUSH_SECONDS = 0.0002
 # How many parts go into one system call; systems allow 1024 and more.
 MAX_PARTS = 512
 NO_CALL = -1
@@ -102,6 +105,7 @@ class SendQueue:
         self._written = 0  # bytes of these
         self._counts: list[int] = []  # of bytes that were written just now, at most one
         self._is_broken = False
+        self._is_flush_due = False
         #: bytes of the messages that the peer kept from being written
         self.pending_bytes = 0
 
@@ -167,6 +171,19 @@ class SendQueue:
         """Write the messages that were held back."""
         if self._queue:
             self._write_queued()
+
+    def flush_later(self) -> None:
+        """Write the messages that are held back, after a while if nothing else does before."""
+        with self._lock:
+            if self._is_flush_due:
+                return
+            self._is_flush_due = True
+        self._threads.submit(self._flush_due)
+
+    def _flush_due(self) -> None:
+        time.sleep(FLUSH_SECONDS)
+        self._is_flush_due = False
+        self.flush()
 
     def flush_piggybacked(self) -> None:
         """Write the parts that no message has taken along."""

@@ -97,6 +97,7 @@ class Stream:
         self.wait = self._reader.wait
         self.handled = self._reader.handled
         self.flush = self._send_queue.flush
+        self.flush_later = self._send_queue.flush_later
 
     @property
     def shares_memory(self) -> bool:

@@ -1,0 +1,30 @@
+"""What a connection needs of the transport that opened it."""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol, TypeVar
+
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.transport import Pending
+
+__all__ = ["ConnectionOwner"]
+
+C = TypeVar("C", contravariant=True)
+
+
+class ConnectionOwner(Protocol[C]):
+    """Opens connections of the type ``C``, and handles what they cannot do."""
+
+    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
+        """Return an authenticated connection; raise OSError or RpcError if there is none."""
+
+    def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
+        """Send a request of which the connection sent no byte by another transport."""
+
+    def expect_large(self, connection: C, call_id: int) -> Pending:
+        """Return where a reply will be that a connection has announced."""
+
+    def on_connection_lost(self, connection: C, reason: str) -> None:
+        """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""
