@@ -12,6 +12,7 @@ import torch
 
 from rayrpc import api
 from rayrpc._autograd.hook import contexts, find_context, start_without_context
+from rayrpc._runtime.started_call import StartedCall
 from rayrpc.errors import RpcError
 from rayrpc.rref import RRef
 
@@ -89,12 +90,16 @@ class DistributedOptimizer:
             for each in self.remote_optimizers
             if each.is_owner()
         ]
-        there = [
-            start_without_context(each.owner().id, _step, (each, context_id), timeout)
-            for each in self.remote_optimizers
-            if not each.is_owner()
-        ]
-        _wait_for_all("take its step", [*here, *there])
+        there: list[StartedCall] = []
+        try:
+            for each in self.remote_optimizers:
+                if not each.is_owner():
+                    args = each, context_id
+                    there.append(start_without_context(each.owner().id, _step, args, timeout))
+            _wait_for_all("take its step", [*here, *there])
+        finally:
+            for call in there:  # those that an interrupt has kept from being waited for
+                call.abandon()
 
 
 def _functional(optimizer_class: Any) -> Any:

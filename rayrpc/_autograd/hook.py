@@ -24,6 +24,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.started_call import StartedCall
 from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = [
@@ -367,8 +368,8 @@ def call_without_context(
 
 def start_without_context(
     worker: int, func: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
-) -> Callable[..., Any]:
-    """Start a call with no context; return a function that waits for the value.
+) -> StartedCall:
+    """Start a call with no context; return it, to be waited for or abandoned.
 
     Args:
         worker, func, args, timeout: as for ``call_without_context``.

@@ -105,8 +105,11 @@ class Leader(Participant):
                 for call in batch[:-1]:
                     super()._call(*call)
                 worker, func, args = batch[-1]
-                wait = start_without_context(worker, func, args, None)
-                self._on_reply(worker, functools.partial(self._await_reply, wait))
+                started = start_without_context(worker, func, args, None)
+                try:
+                    self._on_reply(worker, functools.partial(self._await_reply, started))
+                finally:
+                    started.abandon()
         except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
         release_reader()
@@ -238,6 +241,8 @@ def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -
         leader.run({ROOTS: [torch.ones_like(each) for each in roots]})
     except BaseException as exc:  # also an interrupt
         leader.fail(exc)
+        if isinstance(exc.__cause__, KeyboardInterrupt):  # it came in this worker's own part
+            raise exc.__cause__ from None
         raise
 
 

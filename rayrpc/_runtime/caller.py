@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.futures import Future
@@ -28,6 +28,7 @@ from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.started_call import StartedCall
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
 
@@ -87,6 +88,7 @@ class _OpenCall:
     done: Done
     on_created: Callable[[], None] | None = None
     has_outcome: bool = False  # ``finish`` follows
+    finishers: list[object] = field(default_factory=list)  # the first one finishes
 
     def on_reply(self, outcome: Outcome[Frame]) -> None:
         """Take the outcome from a thread of the transport."""
@@ -132,32 +134,38 @@ class Caller:
 
     def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
         """Run a function on a worker and return its value; ``timeout`` is in seconds."""
-        return self.start(to, invocation, timeout)()
-
-    def start(
-        self, to: Member, invocation: Invocation, timeout: float | None
-    ) -> Callable[..., Any]:
-        """Run a function on a worker.
-
-        Returns:
-            A function that waits for the value; call it once. It may be given a function that it
-            calls every ``POLL_SECONDS``, and stops waiting (CallTimeoutError) when that returns
-            True.
-        """
         hooks = self._hooks_for_this_call()
-        if not hooks:
-            is_async, payload = self._encode(to, invocation)
-            frame = self._frame(Kind.CALL, to, payload, None, is_async)
-            return self._post(_Request(to, frame.call_id, timeout, payload.lent), frame)
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
             release_reader()
-            return lambda unwanted=None: future.wait()
+            return future.wait()
+        return self._post_and_wait(*self._request(to, invocation, timeout, hooks))
+
+    def start(self, to: Member, invocation: Invocation, timeout: float | None) -> StartedCall:
+        """Run a function on a worker; return the call, to be waited for or abandoned."""
+        hooks = self._hooks_for_this_call()
+        if any(hook.needs_future for hook in hooks):
+            future = self.future(to, invocation, timeout, "sync")
+            release_reader()
+            return StartedCall(lambda unwanted: future.wait(), lambda: None)
+        request, frame = self._request(to, invocation, timeout, hooks)
+        of_call = request, self._post(request, frame)
+        wait = functools.partial(self._wait, *of_call)
+        return StartedCall(wait, functools.partial(self._abandon, *of_call))
+
+    def _request(
+        self, to: Member, invocation: Invocation, timeout: float | None, hooks: list[Hook]
+    ) -> tuple[_Request, Frame]:
+        """Return the request and the frame of a call that a thread waits for."""
+        if not hooks:
+            is_async, payload = self._encode(to, invocation)
+            frame = self._frame(Kind.CALL, to, payload, None, is_async)
+            return _Request(to, frame.call_id, timeout, payload.lent), frame
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             is_async, payload = self._encode(to, call.invocation)
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), is_async)
-        return self._post(_Request(to, frame.call_id, timeout, payload.lent, call), frame)
+        return _Request(to, frame.call_id, timeout, payload.lent, call), frame
 
     def future(
         self, to: Member, invocation: Invocation, timeout: float | None, mode: str = "async"
@@ -212,7 +220,8 @@ class Caller:
                 meta = _meta(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
         frame.rref_id = rref_id
-        return self._post(_Request(to, frame.call_id, timeout, call=call, keeps_type=True), frame)()
+        request = _Request(to, frame.call_id, timeout, call=call, keeps_type=True)
+        return self._post_and_wait(request, frame)
 
     def send_control(self, to: Member) -> None:
         """Send the pending messages of the RRef protocol for a worker."""
@@ -290,32 +299,45 @@ class Caller:
 
     # -- calls that a thread waits for --------------------------------------------------------
 
-    def _post(self, request: _Request, frame: Frame) -> Callable[..., Any]:
-        """Send a call; return the function that waits for its value; see ``start``."""
+    def _post_and_wait(self, request: _Request, frame: Frame) -> Any:
+        try:
+            return self._wait(request, self._post(request, frame))
+        finally:
+            self._waiting.pop(request.id, None)
+
+    def _post(self, request: _Request, frame: Frame) -> Pending:
+        """Send a call that a thread waits for; ``_wait`` or ``_abandon`` follows."""
         release_reader()
         frame.is_stable = True  # the caller waits
-        self._waiting[request.id] = None
-        with self._lock:
-            self.sent += 1
         try:
-            pending = self._send(request.to, frame)
+            self._waiting[request.id] = None
+            with self._lock:
+                self.sent += 1
+            return self._send(request.to, frame)
         except BaseException:
-            del self._waiting[request.id]
+            self._waiting.pop(request.id, None)
             raise
-        return functools.partial(self._wait, request, pending)
 
     def _wait(
         self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None = None
     ) -> Any:
+        """Return the value of a call; see ``StartedCall``."""
         try:
             try:
                 reply = self._await(request, pending, unwanted)
-            except TimeoutError:
-                pending.on_done(functools.partial(self._on_late_reply, request))
-                raise _timed_out(request.timeout) from None
+            except BaseException as exc:  # the reply may come yet
+                self._abandon(request, pending)
+                if isinstance(exc, TimeoutError):
+                    raise _timed_out(request.timeout) from None
+                raise
             return self._open_reply(request, reply)
         finally:
-            del self._waiting[request.id]
+            self._waiting.pop(request.id, None)
+
+    def _abandon(self, request: _Request, pending: Pending) -> None:
+        """Wait for a call no longer, and release what its reply brings."""
+        if self._waiting.pop(request.id, self) is not self:
+            pending.on_done(functools.partial(self._on_late_reply, request))
 
     def _await(
         self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None
@@ -343,13 +365,17 @@ class Caller:
 
     def _start(self, call: _OpenCall, frame: Frame) -> None:
         request = call.request
-        self._open[request.id] = call
-        with self._lock:
-            self.sent += 1
-        if request.timeout is not None:
-            self._deadlines.add(request.id, request.timeout)
-        pending = self._send(request.to, frame)
-        pending.on_done(call.on_reply, urgent=call.on_created is None)
+        try:
+            self._open[request.id] = call
+            with self._lock:
+                self.sent += 1
+            if request.timeout is not None:
+                self._deadlines.add(request.id, request.timeout)
+            pending = self._send(request.to, frame)
+            pending.on_done(call.on_reply, urgent=call.on_created is None)
+        except BaseException:  # an interrupt: the program has nothing to wait with
+            self._open.pop(request.id, None)
+            raise
 
     def _expire(self, call_id: int, timeout: float) -> None:
         self._fail(call_id, _timed_out(timeout))
@@ -361,6 +387,9 @@ class Caller:
 
     def finish(self, call: _OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
+        call.finishers.append(me := object())
+        if call.finishers[0] is not me:  # an interrupted ``on_reply`` was called again
+            return
         if call.on_created is not None:
             call.on_created()
         request = call.request

@@ -17,7 +17,7 @@ import torch
 from conftest import eventually
 from memory_workers import WAIT, MemoryWorker
 
-from rayrpc._concurrency.outcome import Error
+from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
 from rayrpc._protocol.transport import PendingReply
@@ -236,6 +236,61 @@ def test_a_wait_ends_when_the_value_is_no_longer_wanted(a, b):
     assert b.agent.callee.active == 1  # it runs on: the wait ended before the call
     event("go").set()
     assert eventually(lambda: a.agent.caller.active == b.agent.callee.active == 0)
+
+
+def test_a_call_that_is_abandoned_is_active_no_more(a, b):
+    call = a.agent.caller.start(a.find(b), Invocation(wait_for, ("go",)), None)
+    assert a.agent.caller.active == 1
+    call.abandon()
+    assert a.agent.caller.active == 0
+    event("go").set()
+    assert eventually(lambda: b.agent.callee.active == 0)
+    assert a.sync(b, add, 1, 2) == 3
+
+
+@pytest.mark.parametrize("wait", ["_send", "_await"])
+def test_an_interrupted_call_is_active_no_more(a, b, monkeypatch, wait):
+    caller = a.agent.caller
+    going = getattr(caller, wait)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(caller, wait, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.sync(b, add, 1, 2)
+    with pytest.raises(KeyboardInterrupt):
+        caller.start(a.find(b), Invocation(add, (1, 2)), None)()
+    monkeypatch.setattr(caller, wait, going)
+    assert caller.active == 0
+    assert a.sync(b, add, 1, 2) == 3
+
+
+def test_an_asynchronous_call_that_is_interrupted_as_it_starts_is_active_no_more(a, b, monkeypatch):
+    caller = a.agent.caller
+    send = caller._send
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(caller, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.future(b, add, 1, 2)
+    monkeypatch.setattr(caller, "_send", send)
+    assert caller.active == 0 and a.future(b, add, 1, 2).wait() == 3
+
+
+def test_a_reply_that_is_given_twice_counts_once(a, b):
+    future = a.future(b, wait_for, "x")
+    (call,) = a.agent.caller._open.values()
+    reply = a.agent.caller._send(
+        a.find(b), a.agent.caller._request(a.find(b), Invocation(add, (1, 2)), None, [])[1]
+    )
+    outcome = Value(reply.wait(WAIT))
+    call.on_reply(outcome)
+    call.on_reply(outcome)
+    assert future.wait() == 3 and a.agent.caller.active == 0
+    event("x").set()
 
 
 def test_a_timeout_of_zero_is_none(a, b):
