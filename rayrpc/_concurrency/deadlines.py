@@ -1,24 +1,26 @@
 """Deadlines: of one wait, and of all the calls of a worker.
 
 ``Deadline`` limits one wait of one thread.  ``DeadlineThread`` watches the deadlines of calls that
-no thread waits for.  Most calls have the same timeout and end long before it, so its queue is one
-FIFO for each timeout, which is sorted by itself; a call that ended is removed when it comes to the
-front, or when such calls outnumber the open ones.
+no thread waits for.  Most calls have the same timeout and end long before it: in the queue, a heap,
+a new one stays where it is added, and a call that ended is removed when it comes to the front, or
+when such calls outnumber the open ones.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 
 __all__ = ["Deadline", "DeadlineQueue", "DeadlineThread"]
 
 logger = logging.getLogger(__name__)
 
+# Locks and conditions refuse to wait longer.
+MAX_WAIT_SECONDS = min(threading.TIMEOUT_MAX, 1e9)
 # A queue is cleaned when it is longer than twice the number of open calls plus this.
 MAX_ENDED_CALLS = 1024
 
@@ -41,8 +43,10 @@ class Deadline:
         self._end = None if seconds is None else clock() + seconds
 
     def remaining(self) -> float | None:
-        """Return the seconds that are left, never below 0; None: without limit."""
-        return None if self._end is None else max(0.0, self._end - self._clock())
+        """Return the seconds that are left, from 0 to ``MAX_WAIT_SECONDS``; None: without limit."""
+        if self._end is None:
+            return None
+        return min(max(0.0, self._end - self._clock()), MAX_WAIT_SECONDS)
 
     def within(self, seconds: float) -> float:
         """Return the seconds that are left, ``seconds`` at most: for waits in short steps."""
@@ -64,40 +68,38 @@ class DeadlineQueue:
 
     def __init__(self, open_calls: Collection[int]) -> None:
         self._open_calls = open_calls
-        self._queues: dict[float, deque[tuple[float, int]]] = {}  # by timeout
+        self._queue: list[tuple[float, int, float]] = []  # a heap: when due, id, timeout
 
     def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return len(self._queue)
 
     def add(self, due: float, call_id: int, timeout: float) -> None:
         """Add an open call whose ``timeout`` ends at the time ``due``."""
-        open_calls = self._open_calls
-        queue = self._queues.get(timeout)
-        if queue is None:
-            queue = self._queues[timeout] = deque()
+        open_calls, queue = self._open_calls, self._queue
         while queue and queue[0][1] not in open_calls:
-            queue.popleft()
-        queue.append((due, call_id))
+            heapq.heappop(queue)
+        heapq.heappush(queue, (due, call_id, timeout))
         if len(queue) > 2 * len(open_calls) + MAX_ENDED_CALLS:
-            self._queues[timeout] = deque(each for each in queue if each[1] in open_calls)
+            self._queue = [each for each in queue if each[1] in open_calls]
+            heapq.heapify(self._queue)
 
     def take_expired(self, now: float) -> list[tuple[int, float]]:
         """Remove the calls whose deadline has passed; return the open ones and their timeouts."""
+        queue = self._queue
         expired = []
-        for timeout, queue in list(self._queues.items()):
-            while queue and (queue[0][0] <= now or queue[0][1] not in self._open_calls):
-                expired.append((queue.popleft()[1], timeout))
-            if not queue:
-                del self._queues[timeout]
-        return [(call_id, timeout) for call_id, timeout in expired if call_id in self._open_calls]
+        while queue and (queue[0][0] <= now or queue[0][1] not in self._open_calls):
+            _, call_id, timeout = heapq.heappop(queue)
+            if call_id in self._open_calls:
+                expired.append((call_id, timeout))
+        return expired
 
     def next_due(self) -> float:
         """Return the time of the first deadline; infinity if there is none."""
-        return min((queue[0][0] for queue in self._queues.values()), default=math.inf)
+        return self._queue[0][0] if self._queue else math.inf
 
     def clear(self) -> None:
         """Remove all deadlines."""
-        self._queues.clear()
+        self._queue.clear()
 
 
 class DeadlineThread:
@@ -143,12 +145,18 @@ class DeadlineThread:
             self._changed.notify()
 
     def _wake_at(self, due: float) -> None:
-        self._wakes_at = due
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
-            self._thread.start()
-        else:
+        if self._thread is not None:
+            self._wakes_at = due
             self._changed.notify()
+            return
+        thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as exc:  # the next call tries again
+            logger.warning("calls do not time out, because no thread starts: %s", exc)
+        else:
+            self._wakes_at = due
+            self._thread = thread
 
     def _run(self) -> None:
         while True:
@@ -156,8 +164,8 @@ class DeadlineThread:
                 expired = self._queue.take_expired(time.monotonic())
                 self._wakes_at = self._queue.next_due()
                 if not expired and not self._closed:
-                    seconds = self._wakes_at - time.monotonic()
-                    self._changed.wait(None if seconds == math.inf else max(0.0, seconds))
+                    seconds = max(0.0, self._wakes_at - time.monotonic())
+                    self._changed.wait(min(seconds, MAX_WAIT_SECONDS))
                 if self._closed:
                     return
             for call_id, timeout in expired:

@@ -18,6 +18,7 @@ READING, or in ``look_ahead``, during which it cannot be released.  So two threa
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ __all__ = [
     "on_block",
     "release_reader",
 ]
+
+logger = logging.getLogger(__name__)
 
 # The watchdog releases a thread that has been in one handler for one to two ticks.
 TICK_SECONDS = 0.002
@@ -231,8 +234,14 @@ class ReaderWatchdog:
         with self._lock:
             self.is_asleep = False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rayrpc-watch", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="rayrpc-watch", daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as exc:
+                    logger.warning("a call may delay others, because no thread starts: %s", exc)
+                    self.is_asleep = True  # the next message tries again
+                    return
+                self._thread = thread
         self._awake.set()
 
     def close(self) -> None:
@@ -246,7 +255,10 @@ class ReaderWatchdog:
         while not self._closed:
             if time.monotonic() > due:
                 due = time.monotonic() + MAINTENANCE_SECONDS
-                self._maintenance()
+                try:
+                    self._maintenance()
+                except Exception:
+                    logger.exception("error in the maintenance of connections")
             time.sleep(TICK_SECONDS)
             if self._check():
                 quiet = 0
@@ -274,8 +286,11 @@ class ReaderWatchdog:
             serial = role.serial
             if serial == seen:
                 if role.state == HANDLING:
-                    role.release(serial)
                     active = True
+                    try:
+                        role.release(serial)
+                    except Exception:
+                        logger.exception("a reader could not be released")
                 continue
             active = True
             with self._lock:

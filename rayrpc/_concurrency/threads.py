@@ -60,12 +60,12 @@ class ThreadCache:
             task: what it raises is logged.
 
         Raises:
-            RuntimeError: this is the first task, and the system starts no thread; a later task is
-                never refused.
+            RuntimeError: there is no thread yet, and the system starts none; else no task is
+                refused.
         """
         with self._changed:
             if self._watchdog is None:
-                self._watchdog = self._start_watchdog()
+                self._start_watchdog()
             self._tasks.append(task)
             if self._idle >= len(self._tasks):
                 self._changed.notify()
@@ -82,10 +82,16 @@ class ThreadCache:
             self._changed.notify_all()
         self._is_watching.set()
 
-    def _start_watchdog(self) -> threading.Thread:
+    def _start_watchdog(self) -> None:
+        """Start it, with the lock held; if it cannot start, the next task tries again."""
         watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watchdog", daemon=True)
-        watchdog.start()
-        return watchdog
+        try:
+            watchdog.start()
+        except (RuntimeError, MemoryError):
+            if not self._count and not self._start():
+                raise
+        else:
+            self._watchdog = watchdog
 
     def _start(self) -> bool:
         """Start a thread, with the lock held; return False if the system starts none."""
@@ -127,7 +133,8 @@ class ThreadCache:
     def _watch(self) -> None:
         """Start a thread whenever tasks are queued and no thread takes one."""
         while self._tasks or not self._closed:
-            self._is_watching.wait()
+            if not self._closed:  # a task may be submitted after ``close``
+                self._is_watching.wait()
             taken = self._taken
             time.sleep(STALL_SECONDS)
             with self._changed:

@@ -51,6 +51,10 @@ class TestDeadline:
         clock.now = math.inf
         assert deadline.remaining() is None and not deadline.expired
 
+    def test_no_wait_is_longer_than_a_lock_allows(self):
+        remaining = Deadline(1e12).remaining()
+        assert remaining is not None and threading.Lock().acquire(timeout=remaining)
+
     def test_the_default_clock_is_monotonic(self):
         remaining = Deadline(1000.0).remaining()
         assert remaining is not None and 0 < remaining <= 1000
@@ -89,8 +93,48 @@ class TestDeadlineQueue:
         open_calls.clear()
         assert queue.take_expired(0.0) == [] and len(queue) == 0
 
+    def test_many_timeouts_share_one_queue(self):
+        queue = DeadlineQueue(range(1000))
+        for call_id in range(1000):
+            queue.add(1000.0 - call_id, call_id, 1000.0 - call_id)
+        assert queue.next_due() == 1.0
+        assert [call_id for call_id, _ in queue.take_expired(3.0)] == [999, 998, 997]
+
 
 class TestDeadlineThread:
+    def test_a_timeout_of_centuries_does_not_keep_others_from_expiring(self):
+        done = threading.Event()
+        thread = DeadlineThread({1, 2}, lambda *_: done.set())
+        thread.add(1, 1e10)
+        thread.add(2, 0.001)
+        assert done.wait(60)
+        thread.close()
+
+    def test_a_thread_that_could_not_start_starts_with_the_next_call(self, monkeypatch, caplog):
+        start = threading.Thread.start
+        fails = [True]
+
+        def start_or_fail(thread):
+            if fails and thread.name == "rayrpc-timers":
+                fails.pop()
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+        expired, done = [], threading.Event()
+
+        def on_expired(call_id, timeout):
+            expired.append(call_id)
+            if len(expired) == 2:
+                done.set()
+
+        thread = DeadlineThread({1, 2}, on_expired)
+        thread.add(1, 0.001)
+        assert "can't start new thread" in caplog.text
+        thread.add(2, 0.001)
+        assert done.wait(60) and expired == [1, 2]
+        thread.close()
+
     def test_deadlines_expire_in_order(self):
         expired, done = [], threading.Event()
 

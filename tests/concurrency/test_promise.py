@@ -35,6 +35,28 @@ def test_an_interrupt_in_a_callback_is_raised_when_all_were_called():
     assert promise.value == 3
 
 
+def test_what_an_interrupt_has_left_is_done_again():
+    promise = Promise()
+    seen = []
+
+    def interrupt(value):
+        if not seen:
+            raise KeyboardInterrupt
+        seen.append("called again")
+
+    promise.on_done(interrupt)
+    promise.on_done(seen.append)
+    with pytest.raises(KeyboardInterrupt):
+        promise.set(3)
+    promise.set_again(4)
+    assert seen == [3, "called again", 3] and promise.value == 3
+    promise.set_again(5)
+    assert len(seen) == 3, "nothing is left"
+    fresh = Promise()
+    fresh.set_again(1)
+    assert fresh.value == 1
+
+
 @pytest.mark.parametrize("outcome", [Value(2), Error(ValueError("late"))], ids=["value", "error"])
 def test_a_future_that_the_program_has_completed_keeps_its_value(outcome):
     future = Future()

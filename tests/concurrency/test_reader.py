@@ -139,3 +139,43 @@ def test_a_brief_release_keeps_the_role_if_messages_come_one_at_a_time(asleep):
         release_reader(briefly=True)
         assert role.state == RELEASED and not role.kept
     assert hand_over.count == 1
+
+
+def test_a_watchdog_that_could_not_start_starts_with_the_next_message(monkeypatch, caplog):
+    start = threading.Thread.start
+    fails = [True]
+
+    def start_or_fail(thread):
+        if fails and thread.name == "rayrpc-watch":
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    watchdog, hand_over = ReaderWatchdog(), HandOver()
+    with ReaderRole(hand_over, watchdog) as role:
+        role.message_received()
+        assert watchdog.is_asleep and "can't start new thread" in caplog.text
+        assert role.message_done()
+        role.message_received()
+        assert hand_over.event.wait(60)  # it stays in the handler
+    watchdog.close()
+
+
+def test_an_error_of_maintenance_or_of_a_hand_over_does_not_end_the_watchdog(monkeypatch, caplog):
+    monkeypatch.setattr("rayrpc._concurrency.reader.MAINTENANCE_SECONDS", 0.0)
+    failed = threading.Event()
+
+    def fail():
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    watchdog, hand_over = ReaderWatchdog(fail), HandOver()
+    with ReaderRole(fail, watchdog) as role:
+        role.message_received()
+        assert failed.wait(60)
+        with ReaderRole(hand_over, watchdog) as other:
+            other.message_received()
+            assert hand_over.event.wait(60)
+    watchdog.close()
+    assert "error in the maintenance of connections" in caplog.text

@@ -124,6 +124,24 @@ class TestWithoutThreads:
         cache.submit(lambda: (ran.append("taken"), done.set()))
         assert done.wait(60) and ran == ["taken"]
 
+    def test_a_watchdog_that_could_not_start_starts_with_the_next_task(
+        self, cache, limit, monkeypatch
+    ):
+        start = threading.Thread.start
+
+        def start_no_watchdog(thread):
+            if thread.name == "test-watchdog":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        first, second = threading.Event(), threading.Event()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_no_watchdog)
+            cache.submit(first.set)
+            assert first.wait(60) and cache._watchdog is None
+        cache.submit(second.set)
+        assert second.wait(60) and cache._watchdog is not None
+
     def test_a_refused_task_keeps_no_slot(self, cache, limit):
         slots = Slots(2, cache)
         limit["none"] = True

@@ -375,14 +375,18 @@ class RRefContext:
         while not self._closed:
             forks = self._take_dropped()
             is_due = next_turn.expired
-            with self._lock:
-                for fork_id in forks:
-                    self._table.drop(fork_id)
-                if is_due:
-                    next_turn = Deadline(RETRANSMIT_SECONDS)
-                    self._table.retransmit()
-            if (forks or is_due) and not self._closed:
-                self.flush()
+            if is_due:
+                next_turn = Deadline(RETRANSMIT_SECONDS)
+            try:
+                with self._lock:
+                    for fork_id in forks:
+                        self._table.drop(fork_id)
+                    if is_due:
+                        self._table.retransmit()
+                if (forks or is_due) and not self._closed:
+                    self.flush()
+            except Exception:  # what was not sent is retransmitted
+                logger.exception("messages of RRefs could not be sent")
 
     def _take_dropped(self) -> list[GloballyUniqueId]:
         """Return a batch of dropped forks, empty after ``RETRANSMIT_SECONDS`` without one."""
