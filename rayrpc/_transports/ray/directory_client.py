@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Pause before another attempt to reach the directory.
 CALL_RETRY_SECONDS = 0.05
+# ... after a failure of Ray that is not known to pass soon.
+FAULT_SECONDS = 0.5
 # How often a member that waits at a barrier looks whether the directory is silent.
 SILENCE_POLL_SECONDS = 0.25
 # Why a member that was cut off, and has reported losses itself, leaves the group.
@@ -172,7 +174,10 @@ class RayDirectory(Directory):
                     on_expelled(changes)
                     return
                 if changes:
-                    apply(changes)
+                    try:
+                        apply(changes)
+                    except Exception:
+                        logger.exception("news of the members of a group were not fully applied")
                     self._version = changes[-1].version
                     self._count(changes)
                     if any(each.node not in self._ports for each in self._members.values()):
@@ -184,18 +189,22 @@ class RayDirectory(Directory):
         """Return the changes after the version that was applied last.
 
         They are a text if this worker is no member any more: why; and None if the directory cannot
-        be started again, or this is closed.
+        be started again, or this is closed.  Any other failure of Ray passes: the directory is
+        asked again.
 
         Args:
             apply: called with the losses that this worker finds where the directory is silent.
         """
 
         ask = functools.partial(self._actor.poll.remote, self._token, self._version)
-        answer = ask()
+        answer: Any = None
+        faults = 0
         begin = time.monotonic()
         monitor: HostMonitor | None = None
         while not self._closed:
             try:
+                if answer is None:
+                    answer = ask()
                 if ray_api.wait([answer], timeout=PROBE_SECONDS)[0]:
                     changes = ray_api.get(answer)
                     if self._is_silent:
@@ -207,19 +216,30 @@ class RayDirectory(Directory):
                     if changes is None or changes == WANTS_MEMBERS:
                         reported = self._report(with_members=changes is not None)
                         ask = functools.partial(self._actor.restore.remote, *reported)
-                        answer = ask()
+                        answer = None
                         continue
                     if isinstance(changes, Restored):
                         self._version = changes.version
                         changes = changes.changes
                     return changes  # type: ignore[no-any-return]
             except ActorUnavailableError:  # a broken connection, or it is started again
+                answer = None
                 time.sleep(CALL_RETRY_SECONDS)
-                answer = ask()
-            except Exception as exc:
+            except RayActorError as exc:  # it has died for good
                 if not self._closed:
                     self._log_loss(cause_of(exc))
                 return None
+            except Exception as exc:
+                if self._closed:
+                    return None
+                if not ray.is_initialized():
+                    self._log_loss(cause_of(exc))
+                    return None
+                if not faults:
+                    logger.warning("the directory of group %r is asked again: %s", self._key, exc)
+                faults += 1
+                answer = None
+                time.sleep(FAULT_SECONDS)
             silence = time.monotonic() - begin
             if silence > self._peer_timeout / POLLS + PROBE_SECONDS and not through_client():
                 if monitor is None:

@@ -44,6 +44,8 @@ MAX_EXCHANGES = 2
 
 # Pause before an exchange is repeated.
 RETRY_SECONDS = 0.05
+# ... after a failure of Ray that is not known to pass soon.
+FAULT_SECONDS = 0.5
 
 #: the number of a held call, and its reply
 Result = tuple[int, Wire]
@@ -92,6 +94,12 @@ class ResultQueue:
         with self._lock:
             results, self._results = self._results, []
             return results
+
+    def put_back(self, results: list[Result]) -> None:
+        """Queue results again that the sender, which has ended, could not send."""
+        with self._lock:
+            self._results[:0] = results
+            self._is_sending = False
 
     def take_to_send(self) -> list[Result]:
         """Return all results, for the sender; if there are none, it has ended."""
@@ -166,22 +174,47 @@ class RelayClient:
             self._threads.submit(self._poll)
 
     def _poll(self) -> None:
+        """Exchange and serve, until the relay or this ends, or enough others exchange."""
         results: list[Result] = []
+        try:
+            self._exchange_and_serve(results)
+        except BaseException:
+            self._serving.end()
+            # another thread goes on, and sends what this one was about to
+            if not self._closed:
+                logger.exception("error in a thread that polls the relay")
+                time.sleep(FAULT_SECONDS)
+                for result in results:
+                    self._send_result(result)
+                self._start_poller()
+
+    def _exchange_and_serve(self, results: list[Result]) -> None:
+        """Poll in this thread.
+
+        Args:
+            results: those that the next exchange sends are in this list.
+        """
         arrived: list[int] = []
         while not self._closed:
             number = self._next_number()
-            items = self._exchange(number, arrived, results)
+            try:
+                items = self._exchange(number, arrived, results)
+            except BaseException:
+                self._schedule.end()
+                raise
             if items is None:
                 return
+            results.clear()
             arrived = [number]
             self._serving.begin()  # until the results are sent
             self._has_polled = True
             if self._schedule.end() and not self._closed:
                 self._start_poller()
-            results = self._serve_all(items)
+            self._serve_all(items, results)
             if not self._schedule.begin():
                 for result in results:
                     self._send_result(result)
+                results.clear()
                 self._relay.note_arrived.remote(arrived)
                 self._serving.end()
                 return
@@ -199,7 +232,7 @@ class RelayClient:
         """
 
         def exchange() -> Any:
-            ref = self._relay.exchange.remote(number, arrived, results)
+            ref = self._relay.exchange.remote(number, arrived, results[:])
             self._serving.end()
             return ref
 
@@ -222,7 +255,11 @@ class RelayClient:
 
         Args:
             call: calls the relay; returns an ObjectRef.
+
+        Raises:
+            RayActorError: the relay has died.
         """
+        faults = 0
         while True:
             try:
                 return ray_api.get(call())
@@ -230,12 +267,20 @@ class RelayClient:
                 if self._closed:
                     raise
                 time.sleep(RETRY_SECONDS)
+            except RayActorError:
+                raise
+            except RayError as exc:
+                if self._closed or not ray.is_initialized():
+                    raise
+                if not faults:
+                    logger.warning("the relay of this worker is asked again: %s", exc)
+                faults += 1
+                time.sleep(FAULT_SECONDS)
 
     # -- serving ------------------------------------------------------------------------------
 
-    def _serve_all(self, items: list[tuple[str, int | None, Wire]]) -> list[Result]:
-        """Serve frames, the last one in this thread; return its result, if it has one now."""
-        results: list[Result] = []
+    def _serve_all(self, items: list[tuple[str, int | None, Wire]], results: list[Result]) -> None:
+        """Serve frames, the last one in this thread; add its result, if it has one now."""
         last = len(items) - 1
         for position, (kind, number, wire) in enumerate(items):
             if kind == "reply":
@@ -245,7 +290,6 @@ class RelayClient:
                 self._threads.submit(functools.partial(self._serve_and_send, number, wire))
             else:
                 self._serve_one(number, wire, results)
-        return results
 
     def _serve_and_send(self, number: int | None, wire: Wire) -> None:
         self._serving.begin()
@@ -281,5 +325,10 @@ class RelayClient:
 
     def _send_results(self) -> None:
         while not self._closed and (results := self._results.take_to_send()):
-            with contextlib.suppress(RayError):  # the relay has ended, and the calls with it
+            try:
                 self._ask(functools.partial(self._relay.give.remote, results))
+            except RayError:  # the relay has ended, and the calls with it
+                pass
+            except BaseException:  # the next one sends them, too
+                self._results.put_back(results)
+                raise

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from conftest import eventually
 
 import rayrpc as rpc
 from rayrpc import errors
+from rayrpc._transports.ray import ray_api
 
 
 def pid_of_directory():
@@ -124,3 +126,22 @@ def test_a_graceful_shutdown_waits_for_all_members_across_a_restart(ray_cluster,
     ]
     assert [run.end(120) for run in runs] == [0, 0, 0], "\n".join(run.output for run in runs)
     assert all("has shut down" in run.output for run in runs)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_fault_of_ray_that_passes_ends_no_following(monkeypatch, caplog):
+    wait, faults = ray_api.wait, []
+
+    def wait_or_fail(*args, **kwargs):
+        if threading.current_thread().name == "rayrpc-directory" and len(faults) < 2:
+            faults.append(1)
+            raise ray.exceptions.RaySystemError("as expected")
+        return wait(*args, **kwargs)
+
+    monkeypatch.setattr(ray_api, "wait", wait_or_fail)
+    assert eventually(lambda: len(faults) == 2, 60)
+    rpc.start_workers(["carol"])
+    assert eventually(lambda: "carol" in names(), 60)
+    os.kill(pid_of_worker("carol"), signal.SIGKILL)
+    assert eventually(lambda: "carol" not in names(), 60)
+    assert caplog.text.count("is asked again") == 1

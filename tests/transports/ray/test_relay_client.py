@@ -1,11 +1,24 @@
 """Which threads poll the relay and send results to it, and exchanges that are repeated."""
 
+import itertools
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from conftest import eventually
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._transports.ray import relay_client
 from rayrpc._transports.ray.relay import Relay
-from rayrpc._transports.ray.relay_client import MAX_EXCHANGES, PollSchedule, ResultQueue
+from rayrpc._transports.ray.relay_client import (
+    MAX_EXCHANGES,
+    PollSchedule,
+    RelayClient,
+    ResultQueue,
+)
 
 
 def run(count, task):
@@ -96,3 +109,52 @@ class TestExchange:
             twice = [threads.submit(relay.exchange, 1, [], []) for _ in range(2)]
             relay.deliver(7, 7)
             assert [each.result(20) for each in twice] == [[("reply", 7, 7)]] * 2
+
+
+class TestFaults:
+    """Errors of Ray's client, without a relay."""
+
+    @pytest.fixture
+    def threads(self):
+        threads = ThreadCache("test")
+        yield threads
+        threads.close()
+
+    @pytest.fixture
+    def client(self, threads, monkeypatch):
+        monkeypatch.setattr(relay_client, "FAULT_SECONDS", 0.01)
+        relay: Any = SimpleNamespace(exchange=None, give=SimpleNamespace(remote=list))
+        return RelayClient(relay, False, threads, lambda *_: None, lambda *_: None)
+
+    def test_an_error_in_a_poller_leaves_another_and_its_results(self, client):
+        given: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        asked = itertools.count(1)
+        polls_again = threading.Event()
+
+        def exchange_and_serve(results):
+            if next(asked) == 1:
+                client._schedule.end()
+                results.append((7, b"result"))
+                raise ArithmeticError("as expected")
+            polls_again.set()
+
+        client._exchange_and_serve = exchange_and_serve
+        client._send_result = given.put
+        client.start(lambda frame, may_block=True: frame)
+        assert polls_again.wait(60) and given.get(timeout=60) == (7, b"result")
+
+    def test_results_that_could_not_be_sent_are_sent_with_the_next(self, client):
+        sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        fails = [True]
+
+        def ask(call):
+            if fails:
+                fails.clear()
+                raise ArithmeticError("as expected")
+            sent.put(call.args[0])
+
+        client._ask = ask
+        client._send_result((1, b"a"))
+        assert eventually(lambda: not client._results._is_sending)
+        client._send_result((2, b"b"))
+        assert sent.get(timeout=60) == [(1, b"a"), (2, b"b")]
