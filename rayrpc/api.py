@@ -431,8 +431,8 @@ def _get_debug_info() -> dict[str, str]:
 
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
-) -> None:
-    receive_one(sequence_id, worker_name, obj)
+) -> dict[str, Any] | None:
+    return receive_one(sequence_id, worker_name, obj)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:

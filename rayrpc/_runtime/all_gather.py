@@ -2,7 +2,8 @@
 
 Each worker sends its object to the leader, the first by name; the leader sends all objects to all.
 If a member dies, the gathering fails with its WorkerDiedError.  At shutdown only survivors count:
-the gathering goes on without the dead, and the next by name succeeds a dead leader.
+the gathering goes on without the dead, and the next by name succeeds a dead leader.  One that has
+the objects of all already, from the dead leader, gives them to those that have not.
 
 Workers take part in the gatherings of the same names in the same order; those of ``shutdown`` are
 numbered by themselves, since a worker that waits in it may serve a call that gathers.
@@ -11,6 +12,7 @@ numbered by themselves, since a worker that waits in it may serve a call that ga
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -42,20 +44,36 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 )
 
 
-def receive_one(sequence_id: str, worker_name: str, obj: Any) -> None:
-    """Receive a worker's object; runs on the leader."""
+# By series: the last gathering of survivors that this worker has ended, and its objects.
+_ended: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
+def receive_one(sequence_id: str, worker_name: str, obj: Any) -> dict[str, Any] | None:
+    """Receive a worker's object; runs on the leader.
+
+    Returns:
+        All objects, if this worker has them: the leader has died while it sent them.
+    """
     with _all_gather_dict_lock:
+        for ended, objects in _ended.values():
+            if ended == sequence_id:
+                return objects
         states = _all_gather_sequence_id_to_states[sequence_id]
+        if states.proceed_signal.is_set():
+            return states.gathered_objects
         states.gathered_objects[worker_name] = obj
     current.get_agent().notify()
+    return None
 
 
 def receive_all(sequence_id: str, objects_map: dict[str, Any]) -> None:
     """Receive all objects; runs on a follower."""
     with _all_gather_dict_lock:
+        if any(ended == sequence_id for ended, _ in _ended.values()):
+            return
         states = _all_gather_sequence_id_to_states[sequence_id]
-    states.gathered_objects = objects_map
-    states.proceed_signal.set()
+        states.gathered_objects = objects_map
+        states.proceed_signal.set()
     current.get_agent().notify()
 
 
@@ -64,7 +82,7 @@ class Calls(NamedTuple):
 
     rpc_sync: Callable[..., Any]
     rpc_async: Callable[..., Any]
-    gather_to_leader: Callable[..., None]
+    gather_to_leader: Callable[..., dict[str, Any] | None]
     broadcast_to_followers: Callable[..., None]
 
 
@@ -102,6 +120,12 @@ def gather(
     def absent() -> list[str]:
         return sorted(_living(agent, names) - states.gathered_objects.keys())
 
+    def end() -> dict[str, Any]:
+        if survivors:
+            with _all_gather_dict_lock:
+                _ended[series] = sequence_id, states.gathered_objects
+        return states.gathered_objects
+
     try:
         calls.gather_to_leader(sequence_id, me, obj)
         while True:
@@ -109,19 +133,28 @@ def gather(
             if not survivors:
                 _raise_if_dead(agent, names - living)
             leader = min(living)
+            args = (sequence_id, me, obj, names)
             if leader == me:
-                if not agent.wait_until(lambda: not absent(), patience):
+                if me != min(names):  # others may have ended with the objects of the dead leader
+                    for name in sorted(living - {me}):
+                        with contextlib.suppress(WorkerDiedError):
+                            _ask(calls, name, args, rpc_timeout, states)
+                ready = agent.wait_until(
+                    lambda: states.proceed_signal.is_set() or not absent(), patience
+                )
+                if not ready:
                     raise GroupError(
                         f"Workers {absent()} did not join a gathering of {sorted(names)} within "
                         f"{patience} s. They are alive: call the same function on each of them."
                     )
                 if not survivors:
                     _raise_if_dead(agent, names - _living(agent, names))
-                _send_to_followers(agent, calls, sequence_id, states, names, rpc_timeout, survivors)
-                return states.gathered_objects
+                objects = end()
+                followers = _living(agent, names) - {me}
+                _send_to_followers(calls, (sequence_id, objects), followers, rpc_timeout, survivors)
+                return objects
             try:
-                args = (sequence_id, me, obj, names)
-                calls.rpc_sync(leader, calls.gather_to_leader, args=args, timeout=rpc_timeout)
+                _ask(calls, leader, args, rpc_timeout, states)
             except WorkerDiedError:
                 if not survivors:
                     raise
@@ -136,26 +169,28 @@ def gather(
                     f"objects of all within {patience} s. Call the same function on each of them."
                 )
             if states.proceed_signal.is_set():
-                return states.gathered_objects
+                return end()
     finally:
         with _all_gather_dict_lock:
             _all_gather_sequence_id_to_states.pop(sequence_id, None)
 
 
-def _send_to_followers(
-    agent: Agent,
-    calls: Calls,
-    sequence_id: str,
-    states: AllGatherStates,
-    names: set[str],
-    rpc_timeout: float,
-    survivors: bool,
+def _ask(
+    calls: Calls, name: str, args: tuple[Any, ...], rpc_timeout: float, states: AllGatherStates
 ) -> None:
-    me = agent.get_worker_info().name
-    args = (sequence_id, states.gathered_objects)
+    """Send this worker's object to another, and take those of all if it has them."""
+    objects = calls.rpc_sync(name, calls.gather_to_leader, args=args, timeout=rpc_timeout)
+    if objects is not None:
+        states.gathered_objects = objects
+        states.proceed_signal.set()
+
+
+def _send_to_followers(
+    calls: Calls, args: tuple[Any, ...], names: set[str], rpc_timeout: float, survivors: bool
+) -> None:
     futures = {
         name: calls.rpc_async(name, calls.broadcast_to_followers, args=args, timeout=rpc_timeout)
-        for name in sorted(_living(agent, names) - {me})
+        for name in sorted(names)
     }
     errors: list[tuple[str, RuntimeError]] = []
     release_reader()
