@@ -4,6 +4,8 @@
     worker         the parts that the caller and the callee share
     members        the group as this worker knows it
     caller         a call at its caller: encode, send, wait or be called back, decode
+    started_call   ... that is waited for later, or abandoned
+    call_errors    ... that ends without a reply
     serialization  objects to bytes and buffers
     callee         a call at its callee: decode, run, encode
     coroutines     event loops for async functions

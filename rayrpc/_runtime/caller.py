@@ -22,6 +22,7 @@ from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
+from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.context import Handle
@@ -30,7 +31,7 @@ from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.started_call import StartedCall
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import CallError, CallTimeoutError, SerializationError, WorkerDiedError
+from rayrpc.errors import SerializationError, WorkerDiedError
 
 __all__ = ["Caller", "Send"]
 
@@ -199,15 +200,19 @@ class Caller:
             # encode first: an argument that cannot be sent must not leave an RRef behind
             is_async, payload = self._encode(to, call.invocation)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
-            frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), is_async)
-            frame.rref_id, frame.fork_id = rref_id, fork_id
-            creation = rref._begin_creation()
-            for hook in hooks:
-                rref._set_future(hook.after_send(call, rref._get_future()))
-            request = _Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
-            # a late reply counts too: the owner has the RRef from then on
-            on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
-            self._start(_OpenCall(self, request, creation.set, on_created), frame)
+            try:
+                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), is_async)
+                frame.rref_id, frame.fork_id = rref_id, fork_id
+                creation = rref._begin_creation()
+                for hook in hooks:
+                    rref._set_future(hook.after_send(call, rref._get_future()))
+                request = _Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
+                # a late reply counts too: the owner has the RRef from then on
+                on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
+                self._start(_OpenCall(self, request, creation.set, on_created), frame)
+            except BaseException:  # an interrupt: no handle is left, so the owner is to delete it
+                self._rrefs.created(rref_id, fork_id)
+                raise
         return rref
 
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
@@ -253,7 +258,7 @@ class Caller:
         self._closed = True
         self._deadlines.close()
         for call_id in list(self._open):
-            self._fail(call_id, _shut_down())
+            self._fail(call_id, shut_down())
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -328,7 +333,7 @@ class Caller:
             except BaseException as exc:  # the reply may come yet
                 self._abandon(request, pending)
                 if isinstance(exc, TimeoutError):
-                    raise _timed_out(request.timeout) from None
+                    raise timed_out(request.timeout) from None
                 raise
             return self._open_reply(request, reply)
         finally:
@@ -351,7 +356,7 @@ class Caller:
                 return pending.wait(left if left < POLL_SECONDS else POLL_SECONDS)
             except TimeoutError:
                 if self._closed:
-                    raise _shut_down() from None
+                    raise shut_down() from None
                 death = self._worker.members.death_of(request.to)
                 if death is not None:  # the transport may learn of it much later
                     deaths += 1
@@ -378,7 +383,7 @@ class Caller:
             raise
 
     def _expire(self, call_id: int, timeout: float) -> None:
-        self._fail(call_id, _timed_out(timeout))
+        self._fail(call_id, timed_out(timeout))
 
     def _fail(self, call_id: int, error: BaseException) -> None:
         call = self._open.pop(call_id, None)
@@ -452,20 +457,6 @@ def _meta(call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
     for hook in hooks:
         hook.after_encode(call)
     return call.meta or None
-
-
-def _timed_out(timeout: float | None) -> CallTimeoutError:
-    if timeout is None:
-        return CallTimeoutError("the caller of this RPC stopped waiting for its reply")
-    # torch's text; programs look for it
-    return CallTimeoutError(
-        f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
-        "with an error"
-    )
-
-
-def _shut_down() -> CallError:
-    return CallError("RPC was shut down on this worker before the call completed")
 
 
 def _may_run_users_code(outcome: Outcome[Frame]) -> bool:

@@ -280,6 +280,29 @@ def test_an_asynchronous_call_that_is_interrupted_as_it_starts_is_active_no_more
     assert caller.active == 0 and a.future(b, add, 1, 2).wait() == 3
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_the_rref_of_a_remote_call_that_is_interrupted_as_it_starts_is_deleted(
+    a, b, monkeypatch, is_sent
+):
+    caller = a.agent.caller
+    send = caller._send
+
+    def interrupted(to, frame):
+        if frame.kind is Kind.REMOTE:
+            if is_sent:
+                send(to, frame)
+            raise KeyboardInterrupt
+        return send(to, frame)
+
+    monkeypatch.setattr(caller, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        a.remote(b, add, 1, 2)
+    assert eventually(lambda: b.agent.callee.served == is_sent)
+    tables = [each.agent.rrefs._table for each in (a, b)]
+    assert eventually(lambda: all(not (t.used or t.owned) and t.is_settled() for t in tables))
+    assert caller.active == 0
+
+
 def test_a_reply_that_is_given_twice_counts_once(a, b):
     future = a.future(b, wait_for, "x")
     (call,) = a.agent.caller._open.values()

@@ -6,6 +6,7 @@ The files, in the order in which a call meets them:
 - ``address``: what a member's record says of its worker's listeners;
 - ``dialing``: connects to a peer, and authenticates;
 - ``connection`` and ``connection_call``: the caller's end: sends requests, completes the calls;
+- ``connection_owner``: what that needs of the transport;
 - ``reader_schedule``: decides which thread reads there (pure);
 - ``stream``: one end of a connection, of the caller or the callee: frames in and out;
 - ``shared_memory`` and ``mapped_segments``: segments for large buffers, between processes of one
