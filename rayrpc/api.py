@@ -29,6 +29,7 @@ from rayrpc._runtime.all_gather import (
     _all_gather_dict_lock,
     _all_gather_sequence_id,
     _all_gather_sequence_id_to_states,
+    _ended,
     gather,
     receive_all,
     receive_one,
@@ -168,6 +169,7 @@ def _init_rpc_states(agent: Any) -> None:
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
+        _ended.clear()
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 

@@ -9,6 +9,7 @@ import torch
 from rayrpc._autograd import explore, functions, leader, participant
 from rayrpc._autograd.graph import WHOLE_RUN, Entry, Stage
 from rayrpc._runtime import current
+from rayrpc._runtime.started_call import StartedCall
 
 
 def received(*tensors, message_id=1, sender=0):
@@ -114,9 +115,9 @@ class FakeWorker:
         return call.reply
 
     def start(self, worker, func, args, timeout):
-        """Keep a call, and return a function that waits for its reply."""
+        """Keep a call, and return it as one that was started."""
         reply = self.call(worker, func, args, timeout)
-        return lambda has_ended: reply.wait()
+        return StartedCall(lambda has_ended: reply.wait(), lambda: None)
 
     def count_pass(self, change):
         self.passes += change

@@ -44,7 +44,8 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 )
 
 
-# By series: the last gathering of survivors that this worker has ended, and its objects.
+# By series: the last gathering of survivors that this worker has ended, and its objects.  Like the
+# numbers, it is cleared when a worker joins another group.
 _ended: dict[str, tuple[str, dict[str, Any]]] = {}
 
 

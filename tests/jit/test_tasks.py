@@ -11,6 +11,7 @@ from rayrpc._jit import tasks
 from rayrpc._jit.tasks import WORKER_PREFIX, _DoneFuture, _ModuleCopy, _TensorSlot
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.started_call import StartedCall
 
 
 def none_to_start(prefix):
@@ -55,7 +56,7 @@ class FakeAgent:
         return func._wrapped_async_rpc_function(*args)
 
     def start(self, worker_id, func, args, timeout):
-        return lambda: func(*args)
+        return StartedCall(lambda unwanted: func(*args), lambda: None)
 
 
 class LocalRRef:

@@ -2,11 +2,14 @@
 
 import importlib.util
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rayrpc import api
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime import all_gather
 from rayrpc._runtime.all_gather import Calls
 from rayrpc.errors import WorkerDiedError
 
@@ -122,3 +125,11 @@ def test_a_leader_that_dies_while_it_sends_all_objects_is_succeeded(group, has_a
     assert not any(thread.is_alive() for thread in threads.values())
     for name in ("b", "c"):
         assert group.workers[name].outcome == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_what_an_earlier_group_gathered_is_forgotten(monkeypatch):
+    monkeypatch.setitem(all_gather._ended, "shutdown! a", ("shutdown! a 0", {"a": "old"}))
+    monkeypatch.setattr(api, "_ALL_WORKER_NAMES", set())
+    monkeypatch.setattr(api, "_is_current_rpc_agent_set", lambda: True)
+    api._init_rpc_states(SimpleNamespace(get_worker_infos=lambda: [WorkerInfo("a", 0)]))
+    assert not all_gather._ended
