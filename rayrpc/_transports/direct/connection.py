@@ -95,7 +95,7 @@ class CallerConnection:
         self._memory = memory
         self._lock = threading.Lock()
         # Added to under the lock, unless BROKEN.  Readers remove a call without it, as
-        # ``dict.pop`` is atomic, when its reply is set: ``fail`` does not set it again.
+        # ``dict.pop`` is atomic, when its reply is set, which ``fail`` cannot set again.
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
         #: guarded by the lock, which calls share
@@ -337,16 +337,17 @@ class CallerConnection:
             by = following  # it waits no longer
 
     def repair(self) -> None:
-        """Do what an interrupt has left of what the schedule says: notify a caller, or start."""
+        """Do what an interrupt has left of what the schedule says."""
         with self._lock:
             schedule = self.schedule
             turn = schedule.reader
             starts = schedule.due_start(urgent=True) is START_THREAD or schedule.start
-            is_delayed = schedule.is_delayed
         if starts:
             self.start_reader(START_THREAD)
-        if is_delayed:
+        if schedule.is_delayed:
             self.start_reader(START_DELAYED)
+        if schedule.state == BROKEN:
+            self._break_off("its connection was cut")  # the owner may not know of it
         if isinstance(turn, Promise):
             turn.set_again(READ)
             if turn.value is not READ:
@@ -375,8 +376,9 @@ class CallerConnection:
                 while schedule.callbacks:
                     message = self._next(stream)
                     if message is not None:
+                        stream.handled()  # while no other thread reads
                         role.message_received()
-                        self._complete(message)
+                        self._complete(message, is_handled=True)
                         if not role.message_done():
                             return
                     elif schedule.state == BROKEN:
@@ -389,10 +391,7 @@ class CallerConnection:
             self._release_reader()
 
     def _on_read_error(self, error: BaseException) -> None:
-        """End the connection after an exception, unless it is a time-out or an interrupt.
-
-        Such a one ends it only if a part of a message is lost.
-        """
+        """End the connection, unless a time-out or an interrupt has lost no part of a message."""
         stream = self._stream
         assert stream is not None
         is_expected = isinstance(error, TimeoutError) or not isinstance(error, Exception)
@@ -416,7 +415,7 @@ class CallerConnection:
             self._break_off(f"its connection was cut ({exc})")
             return None
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, message: Message, is_handled: bool = False) -> None:
         number = message.number
         call = self._calls.get(number)
         if call is None and self.is_bulk:
@@ -425,13 +424,15 @@ class CallerConnection:
                 if call is None:
                     self._early[number] = message
         stream = self._stream
-        assert stream is not None
+        assert stream
         if call is None:
-            stream.handled()
+            if not is_handled:
+                stream.handled()
             return
         reply = message if message.content is not None else self._expect_large(call.id)
         try:
-            stream.handled()  # from now on the reply is not lost; another thread may read soon
+            if not is_handled:
+                stream.handled()  # from now on the reply is not lost
             call.set(reply)
         except BaseException:  # an interrupt
             self._threads.submit(functools.partial(call.set_again, reply))

@@ -197,7 +197,7 @@ class _Run:
         assert set(self.ran.values()) <= {1}, f"functions ran more than once: {self.ran}"
         both = self.rerouted & set(self.ran)
         assert not both, f"calls were rerouted that had run: {both}"
-        if self.program.cut is None and not self.abandoned:
+        if self.program.cut is None and not self.program.interrupts:
             assert not self.lost and not self.rerouted, (
                 f"{self.lost} lost, {self.rerouted} rerouted"
             )
@@ -205,7 +205,7 @@ class _Run:
     def nobody_reads(self) -> str | None:
         """Say what is wrong with the schedule of readers, an invariant."""
         schedule, lock = self.connection.schedule, self.connection._lock
-        if lock.locked() or schedule.state != IDLE or self.abandoned or self.interrupts:
+        if lock.locked() or schedule.state != IDLE or self.program.interrupts:
             return None  # a thread may be on its way from an interrupt to ``repair``
         if schedule._waiting:
             return "a caller waits, and nobody reads"
@@ -234,7 +234,8 @@ class _Run:
         frame = Frame(Kind.CALL, 0, 0, number, data=f"{number} {function}".encode())
         call = self.connection.call(frame)
         if call is None:
-            assert self.program.cut is not None or self.abandoned, "the connection is broken"
+            may_break = self.program.cut is not None or self.program.interrupts
+            assert may_break, "the connection is broken"
             self.end(number, None)
         elif how in (CALLED_BACK, RAISES):
             call.on_done(functools.partial(self.called_back, number, how), me.random.random() < 0.5)
