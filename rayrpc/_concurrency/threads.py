@@ -67,13 +67,17 @@ class ThreadCache:
             if self._watchdog is None:
                 self._start_watchdog()
             self._tasks.append(task)
-            if self._idle >= len(self._tasks):
-                self._changed.notify()
-                return
-            if self._count < self._soft_limit and self._start():
-                return
-            if not self._is_watching.is_set():
+            try:
+                if self._idle >= len(self._tasks):
+                    self._changed.notify()
+                    return
+                if self._count < self._soft_limit and self._start():
+                    return
+                if not self._is_watching.is_set():
+                    self._is_watching.set()
+            except BaseException:  # an interrupt: the watchdog sees to the task
                 self._is_watching.set()
+                raise
 
     def close(self) -> None:
         """End the threads once the queue is empty; idempotent."""
