@@ -36,7 +36,15 @@ from rayrpc._runtime.all_gather import (
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
-from rayrpc._runtime.invocation import Args, AsyncFunction, Function, Invocation, Kwargs, To
+from rayrpc._runtime.invocation import (
+    Args,
+    AsyncFunction,
+    Function,
+    Invocation,
+    Kwargs,
+    To,
+    prompt,
+)
 from rayrpc._runtime.operators import check_operator
 from rayrpc._runtime.torch_names import (  # noqa: F401  as above
     _cleanup_python_rpc_handler,
@@ -431,12 +439,14 @@ def _get_debug_info() -> dict[str, str]:
 # -- gathering ----------------------------------------------------------------------------------
 
 
+@prompt
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: Any = None
 ) -> dict[str, Any] | None:
     return receive_one(sequence_id, worker_name, obj)
 
 
+@prompt
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
     receive_all(sequence_id, objects_map)
 

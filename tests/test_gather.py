@@ -18,7 +18,9 @@ async def gather_in_a_loop():
 
 def run(rank):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29641")
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3)
+    # a barrier in a call leaves no thread for that of others
+    options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
     others = [name for name in NAMES if name != f"w{rank}"]
     if rank == 0:  # it leads gatherings; w1 is in shutdown, w2 at a barrier of its own
         for _ in range(5):

@@ -6,9 +6,11 @@ import itertools
 import re
 from typing import NamedTuple
 
-__all__ = ["GloballyUniqueId", "IdSource", "WorkerInfo"]
+__all__ = ["EPOCH_BITS", "GloballyUniqueId", "IdSource", "WorkerInfo"]
 
 MAX_NAME_LEN = 128
+# What a worker numbers starts anew, above these bits, with each member that has its id.
+EPOCH_BITS = 40
 _NAME = re.compile(r"[A-Za-z0-9_:-]+\Z")
 
 
@@ -38,7 +40,7 @@ class IdSource:
 
     def __init__(self, worker_id: int, epoch: int = 0) -> None:
         self._worker_id = worker_id
-        self._next = itertools.count(epoch << 40).__next__
+        self._next = itertools.count(epoch << EPOCH_BITS).__next__
 
     def new(self) -> GloballyUniqueId:
         """Return a new identity, unique in the group."""

@@ -140,7 +140,7 @@ class Frame:
         kind (Kind): request or reply of which kind.
         session (int): of the sender's group; a receiver in another session refuses the frame.
         src (int): id of the sending worker.
-        call_id (int): number of the call on the caller.
+        call_id (int): number of the call on the caller; above ``EPOCH_BITS``, the caller's epoch.
         rref_id, fork_id: the RRef that a REMOTE creates and its first fork, or the RRef that a
             FETCH reads, which needs no fork (on the wire, ``rref_id`` is in its place).
         is_async (bool): the function returns a Future (``async_execution``).
@@ -150,6 +150,7 @@ class Frame:
         forks (tuple[Fork, ...]): the RRefs in the payload, which refers to them by position.
         data (bytes): the pickled payload.
         buffers (list): out-of-band buffers of the pickle.
+        takes_slot (bool): the function counts among those that run at a time.
         is_stable (bool): the sender writes nothing to the buffers until the reply has arrived; else
             they may change as soon as the frame was given to a transport.
     """
@@ -167,6 +168,7 @@ class Frame:
     forks: tuple[Fork, ...] = ()
     data: bytes = b""
     buffers: list[Any] = field(default_factory=list)
+    takes_slot: bool = True
     is_stable: bool = field(default=False, compare=False)
 
     def keep_buffers(self) -> None:
@@ -186,6 +188,8 @@ class Frame:
         front = b""
         if self.is_async:
             flags = _IS_ASYNC
+        if not self.takes_slot:
+            flags |= _NO_SLOT
         if self.rref_id is not None:
             flags |= _HAS_IDS
             front = _IDS.pack(*self.rref_id, *(self.fork_id or self.rref_id))
@@ -238,6 +242,7 @@ class Frame:
                 forks,
                 bytes(head[position:]),
                 list(buffers) if buffers else [],
+                not flags & _NO_SLOT,
             )
         except (IndexError, struct.error) as exc:  # the kind is unknown, or the head too short
             raise FrameError(f"the header of a frame is malformed: {exc}") from None
@@ -260,8 +265,8 @@ def _unpack_more(data: bytes | memoryview, checksum: int) -> Any:
 _HEAD = struct.Struct("<BBiqQQ")
 _IDS = struct.Struct("<qQqQ")
 _MORE = struct.Struct("<II")
-_IS_ASYNC, _HAS_IDS, _HAS_MORE = 1, 2, 4
-_ALL_FLAGS = _IS_ASYNC | _HAS_IDS | _HAS_MORE
+_IS_ASYNC, _HAS_IDS, _HAS_MORE, _NO_SLOT = 1, 2, 4, 8
+_ALL_FLAGS = _IS_ASYNC | _HAS_IDS | _HAS_MORE | _NO_SLOT
 _KINDS = tuple(Kind)
 _RREF_KINDS = (int(Kind.REMOTE), int(Kind.FETCH))
 

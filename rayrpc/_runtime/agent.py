@@ -87,7 +87,9 @@ class Agent:
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self._slots = Slots(options.num_worker_threads, self._threads)
-        self._members = Members(me, snapshot.members, directory.members, self._on_joined)
+        self._members = Members(
+            me, snapshot.members, directory.members, self._on_joined, self._on_left
+        )
         ids = IdSource(me.id, me.epoch)
         self.rrefs = RRefContext(me.id, ids, make_handles(self), self._send_control)
         self._worker = Worker(
@@ -218,6 +220,9 @@ class Agent:
         self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
 
+    def _on_left(self, member: Member) -> None:
+        self.rrefs.on_peer_lost(member.id)
+
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             if change.kind == "joined":
@@ -249,7 +254,6 @@ class Agent:
         self._transport.on_peer_lost(member, error)
         self.caller.on_peer_lost(member, error)
         if self._members.find(member.id) is None:  # no successor has its id
-            self.rrefs.on_peer_lost(member.id)
             for hook in self.hooks:
                 hook.on_peer_lost(member.id, error)
 

@@ -19,6 +19,7 @@ from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots
+from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime.coroutines import Coroutines, stepwise
@@ -78,6 +79,8 @@ class Callee:
                 f"RPC worker {self._me.name!r} got a call for an earlier run of its group"
             )
             return self._error(frame, error)
+        if not self._worker.members.is_present(frame.src, frame.call_id >> EPOCH_BITS):
+            return self._refuse(frame)
         if frame.control or frame.ack:
             self._rrefs.on_control(frame.src, frame.ack, frame.control)
             if frame.control:
@@ -94,6 +97,8 @@ class Callee:
         if frame.kind is Kind.REMOTE:
             assert frame.rref_id is not None and frame.fork_id is not None
             cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
+        if not frame.takes_slot:
+            return self._run(frame, cell)
         if may_block and self._slots.enter():
             try:
                 return self._run(frame, cell)
@@ -111,6 +116,17 @@ class Callee:
             self._on_undecodable(frame)
             return self._reply(frame, cell, Error(exc), None)
         return deferred
+
+    def _refuse(self, frame: Frame) -> Frame:
+        """Return the reply to a former member whose id another one has now."""
+        successor = self._worker.members.name_of(frame.src)
+        error = CallError(
+            f"RPC worker {self._me.name!r} refuses the call of a worker that is no member of the "
+            f"group any more: {successor!r} has its id"
+        )
+        data = pickle.dumps(tuple(self._describe(frame, error)), 5)
+        session = self._worker.session  # what is pending for the successor must not go with it
+        return Frame(Kind.ERROR, session, self._me.id, frame.call_id, data=data)
 
     # -- one call -----------------------------------------------------------------------------
 

@@ -18,13 +18,13 @@ from rayrpc._concurrency.deadlines import DeadlineThread
 from rayrpc._concurrency.outcome import Error, Outcome, Value, complete
 from rayrpc._concurrency.reader import is_reader, release_reader
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
+from rayrpc._protocol.ids import EPOCH_BITS, GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import Invocation, is_prompt
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
@@ -118,7 +118,7 @@ class Caller:
         self._hooks = worker.hooks
         self.threads = threads
         self._send = send
-        self._call_ids = itertools.count(1).__next__
+        self._call_ids = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
         self._open: dict[int, _OpenCall] = {}
         self._deadlines = DeadlineThread(self._open, self._expire)
         self._waiting: dict[int, None] = {}  # ids of calls that a thread waits for
@@ -159,13 +159,13 @@ class Caller:
     ) -> tuple[_Request, Frame]:
         """Return the request and the frame of a call that a thread waits for."""
         if not hooks:
-            is_async, payload = self._encode(to, invocation)
-            frame = self._frame(Kind.CALL, to, payload, None, is_async)
+            payload = self._encode(to, invocation)
+            frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
             return _Request(to, frame.call_id, timeout, payload.lent), frame
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
-            is_async, payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), is_async)
+            payload = self._encode(to, call.invocation)
+            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
         return _Request(to, frame.call_id, timeout, payload.lent, call), frame
 
     def future(
@@ -175,15 +175,15 @@ class Caller:
         hooks = self._hooks_for_this_call()
         if not hooks:
             future: Any = Future()
-            is_async, payload = self._encode(to, invocation)
-            frame = self._frame(Kind.CALL, to, payload, None, is_async)
+            payload = self._encode(to, invocation)
+            frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
             request = _Request(to, frame.call_id, timeout, payload.lent)
             self._start(_OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
-            is_async, payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), is_async)
+            payload = self._encode(to, call.invocation)
+            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
             request = _Request(to, frame.call_id, timeout, payload.lent, call)
@@ -195,13 +195,13 @@ class Caller:
     def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Handle:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, invocation)
-        hooks = self._hooks_for_this_call()
+        func, hooks = invocation.func, self._hooks_for_this_call()
         with all_of([hook.before_send(call) for hook in hooks]):
             # encode first: an argument that cannot be sent must not leave an RRef behind
-            is_async, payload = self._encode(to, call.invocation)
+            payload = self._encode(to, call.invocation)
             rref_id, fork_id, rref = self._rrefs.announce(to.id)
             try:
-                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), is_async)
+                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), func)
                 frame.rref_id, frame.fork_id = rref_id, fork_id
                 creation = rref._begin_creation()
                 for hook in hooks:
@@ -223,14 +223,14 @@ class Caller:
             call = self._outgoing("fetch", to, NOTHING)
             with all_of([hook.before_send(call) for hook in hooks]):
                 meta = _meta(call, hooks)
-        frame = self._frame(Kind.FETCH, to, EMPTY, meta, False)
+        frame = self._frame(Kind.FETCH, to, EMPTY, meta)
         frame.rref_id = rref_id
         request = _Request(to, frame.call_id, timeout, call=call, keeps_type=True)
         return self._post_and_wait(request, frame)
 
     def send_control(self, to: Member) -> None:
         """Send the pending messages of the RRef protocol for a worker."""
-        frame = self._frame(Kind.CONTROL, to, EMPTY, None, False)
+        frame = self._frame(Kind.CONTROL, to, EMPTY)
 
         def on_ack(outcome: Outcome[Frame]) -> None:
             if isinstance(outcome, Value):
@@ -268,16 +268,13 @@ class Caller:
     def _outgoing(self, mode: str, to: Member, invocation: Invocation) -> OutgoingCall:
         return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, invocation)
 
-    def _encode(self, to: Member, invocation: Invocation) -> tuple[bool, Payload]:
+    def _encode(self, to: Member, invocation: Invocation) -> Payload:
         worker = self._worker
         func = invocation.func
-        is_async = hasattr(func, "_wrapped_async_rpc_function")
         try:
             devices = worker.devices.of_calls(to.name)
             shares_main = to.main == worker.members.me.main
-            payload = worker.codec.encode(
-                tuple(invocation), to.id, shares_main, devices, lends=True
-            )
+            return worker.codec.encode(tuple(invocation), to.id, shares_main, devices, lends=True)
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
         except SerializationError as exc:
@@ -285,21 +282,21 @@ class Caller:
             raise SerializationError(
                 f"The call of {name} on RPC worker {to.name!r} {exc}"
             ) from exc.__cause__
-        return is_async, payload
 
     def _frame(
         self,
         kind: Kind,
         to: Member,
         payload: Payload,
-        meta: dict[str, Any] | None,
-        is_async: bool,
+        meta: dict[str, Any] | None = None,
+        func: object = None,
     ) -> Frame:
         ack, control = self._rrefs.take_pending(to.id)
         data, buffers, forks, _ = payload
         number = self._call_ids()
         session, me = self._worker.session, self._me.id
-        rest = meta, ack, control, forks, data, buffers
+        is_async = hasattr(func, "_wrapped_async_rpc_function")
+        rest = meta, ack, control, forks, data, buffers, not is_prompt(func)
         return Frame(kind, session, me, number, None, None, is_async, *rest)
 
     # -- calls that a thread waits for --------------------------------------------------------
@@ -416,7 +413,7 @@ class Caller:
     def _open_reply(self, request: _Request, reply: Frame) -> Any:
         worker = self._worker
         if reply.control or reply.ack:
-            self._rrefs.on_control(request.to.id, reply.ack, reply.control)
+            self._take_control(request.to, reply)
         if reply.kind is not Kind.VALUE:
             remote = RemoteException(*pickle.loads(reply.data))
             raise rebuild(remote, request.keeps_type)
@@ -445,11 +442,15 @@ class Caller:
         if reply.control:
             self.run_callback(lambda: self._on_control(to, reply))
         else:
-            self._rrefs.on_control(to.id, reply.ack, ())
+            self._take_control(to, reply)
 
     def _on_control(self, to: Member, reply: Frame) -> None:
-        self._rrefs.on_control(to.id, reply.ack, reply.control)
+        self._take_control(to, reply)
         self._rrefs.flush()
+
+    def _take_control(self, to: Member, reply: Frame) -> None:
+        if self._worker.members.epochs.get(to.id) == to.epoch:  # no successor has its id
+            self._rrefs.on_control(to.id, reply.ack, reply.control)
 
 
 def _meta(call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:

@@ -9,9 +9,19 @@ from torch.futures import Future
 
 from rayrpc._protocol.ids import WorkerInfo
 
-__all__ = ["Args", "AsyncFunction", "Function", "Invocation", "Kwargs", "To"]
+__all__ = [
+    "Args",
+    "AsyncFunction",
+    "Function",
+    "Invocation",
+    "Kwargs",
+    "To",
+    "is_prompt",
+    "prompt",
+]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: a worker: by name, by WorkerInfo or by rank
 To = str | WorkerInfo | int
@@ -38,3 +48,18 @@ class Invocation(NamedTuple):
     def __call__(self) -> Any:
         """Run it here."""
         return self.func(*self.args, **self.kwargs)
+
+
+def prompt(func: F) -> F:
+    """Have calls of a function of this package run at once, whatever users' functions run.
+
+    Args:
+        func: must not wait for anything.
+    """
+    func._rayrpc_is_prompt = True  # type: ignore[attr-defined]
+    return func
+
+
+def is_prompt(func: object) -> bool:
+    """Tell whether calls of a function run at once."""
+    return getattr(func, "_rayrpc_is_prompt", None) is True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from rayrpc._concurrency.deadlines import Deadline
@@ -36,6 +37,8 @@ class Members:
         fetch (Callable): asks the directory for the members; used in dynamic groups, where the
             news of a member may arrive later than its first call.
         on_joined (Joined): called for each member that joins later.
+        on_left (Callable): called for each that leaves, unless a successor has its id; only one of
+            the two is called at a time.
     """
 
     def __init__(
@@ -44,12 +47,16 @@ class Members:
         members: Iterable[Member],
         fetch: Callable[[], list[Member]],
         on_joined: Joined,
+        on_left: Callable[[Member], None],
     ) -> None:
         self.me = me
         self._fetch = fetch
         self._on_joined = on_joined
-        self._lock = threading.Lock()
+        self._on_left = on_left
         self._changed = threading.Condition()
+        #: by id: how often it was used before, as far as this worker knows; it never falls
+        self.epochs = {member.id: member.epoch for member in members}
+        self._changing = 0  # the thread that adds or removes a member; 0: none
         self._by_id = {member.id: member for member in members}
         self._by_name = {member.name: member for member in self._by_id.values()}
         self._deaths: dict[str, WorkerDiedError] = {}  # by token
@@ -127,29 +134,70 @@ class Members:
         former = self._former.get(info.name)
         return self._deaths.get(former.token) if former is not None else None
 
+    def is_present(self, worker_id: int, epoch: int) -> bool:
+        """Tell whether no later member has the id of the one that has sent a frame.
+
+        Args:
+            worker_id: of the sender.
+            epoch: how often its id was used before.
+        """
+        known = self.epochs.get(worker_id, -1)
+        if known < epoch:  # the news that it has joined is late
+            release_reader()
+            for member in self._fetch():
+                if member.id == worker_id:
+                    self.add(member)
+            known = self.epochs.get(worker_id, -1)
+        return known <= epoch
+
     # -- changes ------------------------------------------------------------------------------
 
     def add(self, member: Member) -> None:
-        """Add a member that joined, unless it is known to be gone."""
-        with self._lock:
-            if member.token in self._deaths:
-                return
+        """Add a member that joined, unless it is known to be gone.
+
+        It is reported first: a thread that finds it may call it.
+        """
+        with self._change() as is_within_another:
             holder = self._by_id.get(member.id)
-            predecessor = holder if holder and holder.token != member.token else None
+            is_known = holder is not None and holder.token == member.token
+            if is_known or is_within_another or member.token in self._deaths:
+                return
+            self._on_joined(member, holder)
             self._by_id[member.id] = member
             self._by_name[member.name] = member
             self._former.pop(member.name, None)
-            self._on_joined(member, predecessor)
+            self.epochs[member.id] = max(member.epoch, self.epochs.get(member.id, 0))
 
     def remove(self, member: Member, error: WorkerDiedError) -> None:
         """Remove a member that left or died."""
-        with self._lock:
+        with self._change():
             self._deaths[member.token] = error
             self._former[member.name] = member
             if self._by_id.get(member.id) == member:
                 del self._by_id[member.id]
             if self._by_name.get(member.name) == member:
                 del self._by_name[member.name]
+            if member.id not in self._by_id:
+                self._on_left(member)
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[bool]:
+        """Have this thread alone change the members; no lock is held meanwhile.
+
+        Yields:
+            True if this thread does already: a finalizer has come between.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            while self._changing not in (0, me):
+                self._changed.wait()
+            outer, self._changing = self._changing, me
+        try:
+            yield outer == me
+        finally:
+            with self._changed:
+                self._changing = outer
+                self._changed.notify_all()
 
     def notify(self) -> None:
         """Have ``wait_until`` check its condition."""

@@ -1,0 +1,91 @@
+"""Messages of a worker that has left, and whose id another one has now."""
+
+import pickle
+from typing import Any
+
+import pytest
+from memory_workers import MemoryWorker
+
+from rayrpc._protocol.ids import EPOCH_BITS
+from rayrpc._protocol.membership import Change
+from rayrpc._protocol.messages import Frame, Kind, UserDelete
+from rayrpc._transports.memory import MemoryHub
+
+
+@pytest.fixture
+def hub():
+    return MemoryHub()
+
+
+@pytest.fixture
+def a(hub):
+    worker = MemoryWorker(hub, "a")
+    yield worker
+    worker.agent.shutdown()
+
+
+@pytest.fixture
+def former(hub, a):
+    worker = MemoryWorker(hub, "b")
+    assert a.sync("b", max, 1, 2) == 2
+    yield worker
+    worker.agent.shutdown()
+
+
+@pytest.fixture
+def successor(hub, former):
+    former.agent.shutdown()
+    worker = MemoryWorker(hub, "b")
+    assert worker.member.id == former.member.id and worker.member.epoch == 1
+    yield worker
+    worker.agent.shutdown()
+
+
+def applied(worker, monkeypatch):
+    """Return the list of RRef messages that a worker applies from now on."""
+    messages: list[Any] = []
+    monkeypatch.setattr(worker.agent.rrefs, "on_control", lambda *args: messages.append(args))
+    return messages
+
+
+def test_calls_are_numbered_anew_by_each_holder_of_an_id(former, successor):
+    assert former.agent.caller._call_ids() >> EPOCH_BITS == 0
+    assert successor.agent.caller._call_ids() >> EPOCH_BITS == 1
+    assert successor.sync("a", max, 1, 2) == 2
+
+
+@pytest.mark.parametrize("kind", [Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.CONTROL])
+def test_a_late_call_of_the_former_one_is_refused(a, former, successor, monkeypatch, kind):
+    rref_id, fork_id = former.agent.rrefs._ids.new(), former.agent.rrefs._ids.new()
+    messages = applied(a, monkeypatch)
+    session = a.agent._snapshot.session
+    table = a.table
+    table._enqueue(1, UserDelete, rref_id, fork_id)  # for the successor
+    control = (UserDelete(0, rref_id, fork_id),)
+    frame = Frame(kind, session, 1, 7, rref_id, fork_id, ack=9, control=control)
+    reply = a.agent.callee.serve(frame)
+    assert reply.kind is Kind.ERROR and reply.control == ()
+    text = pickle.loads(reply.data)[0]
+    assert "'a' refuses the call of a worker that is no member" in text and "'b'" in text
+    assert messages == [] and rref_id not in table.owned and a.agent.callee.active == 0
+    assert table.pending_workers() == [1]
+
+
+def test_the_rref_messages_of_its_late_replies_are_dropped(a, former, successor, monkeypatch):
+    messages = applied(a, monkeypatch)
+    reply = Frame(Kind.VALUE, a.agent._snapshot.session, 1, 7, ack=9)
+    a.agent.caller._on_control(former.member, reply)
+    assert messages == []
+    a.agent.caller._on_control(successor.member, reply)
+    assert messages == [(1, 9, ())]
+
+
+def test_a_successor_may_call_before_the_news_of_it_arrives(hub, a, former):
+    a.directory.close()  # from now on it gets no changes by itself
+    former.agent.shutdown()
+    a.agent._apply([Change(3, "left", former.member)])
+    successor = MemoryWorker(hub, "b")
+    a.agent._members._fetch = successor.directory.members
+    rref = successor.remote("a", max, 1, 2)
+    assert rref.to_here() == 2
+    successor.agent.shutdown()
