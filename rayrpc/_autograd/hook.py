@@ -376,7 +376,9 @@ def start_without_context(
     """
     agent = current.get_agent()
     with _UseContext(None):
-        return agent.caller.start(agent.lookup(worker), Invocation(func, args), timeout)
+        call = Invocation(func, args)
+        started: StartedCall = agent.caller.start(agent.lookup(worker), call, timeout)
+        return started
 
 
 def _released(context_ids: list[int], by: int) -> None:

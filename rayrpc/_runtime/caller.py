@@ -24,6 +24,7 @@ from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
+from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import Invocation, is_prompt
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
@@ -117,6 +118,7 @@ class Caller:
         self._rrefs = worker.rrefs
         self._hooks = worker.hooks
         self.threads = threads
+        self.interrupting = InterruptingCalls(threads.submit)
         self._send = send
         self._call_ids = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
         self._open: dict[int, _OpenCall] = {}
@@ -129,10 +131,11 @@ class Caller:
     @property
     def active(self) -> int:
         """The number of users' calls that have not completed."""
-        return len(self._open) + len(self._waiting)
+        return len(self._open) + len(self._waiting) + len(self.interrupting)
 
     # -- the ways to call ---------------------------------------------------------------------
 
+    @guarded(InterruptingCalls.make_and_drop)
     def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
         """Run a function on a worker and return its value; ``timeout`` is in seconds."""
         hooks = self._hooks_for_this_call()
@@ -142,6 +145,7 @@ class Caller:
             return future.wait()
         return self._post_and_wait(*self._request(to, invocation, timeout, hooks))
 
+    @guarded(InterruptingCalls.make_and_drop)
     def start(self, to: Member, invocation: Invocation, timeout: float | None) -> StartedCall:
         """Run a function on a worker; return the call, to be waited for or abandoned."""
         hooks = self._hooks_for_this_call()
@@ -168,6 +172,7 @@ class Caller:
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
         return _Request(to, frame.call_id, timeout, payload.lent, call), frame
 
+    @guarded(InterruptingCalls.make)
     def future(
         self, to: Member, invocation: Invocation, timeout: float | None, mode: str = "async"
     ) -> Any:
@@ -192,6 +197,7 @@ class Caller:
                 future = hook.after_send(call, future)
         return future
 
+    @guarded(InterruptingCalls.refuse)
     def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Handle:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, invocation)
@@ -215,6 +221,7 @@ class Caller:
                 raise
         return rref
 
+    @guarded(InterruptingCalls.refuse)
     def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
         """Return a copy of the value of an RRef that a worker owns."""
         hooks = self._hooks_for_this_call()
@@ -257,6 +264,7 @@ class Caller:
         """Fail all calls."""
         self._closed = True
         self._deadlines.close()
+        self.interrupting.close()
         for call_id in list(self._open):
             self._fail(call_id, shut_down())
 
