@@ -42,6 +42,30 @@ def _assert_none(found: Iterable[str]) -> None:
     assert not lines, f"\n{lines}"
 
 
+def _is_lock(context: ast.expr) -> bool:
+    return re.search(r"(lock|changed|_forking)$", ast.unparse(context)) is not None
+
+
+def _ends_in_a_call(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.IfExp):
+        return _ends_in_a_call(value.body) or _ends_in_a_call(value.orelse)
+    if isinstance(value, ast.BoolOp):
+        return any(map(_ends_in_a_call, value.values))
+    return isinstance(value, ast.Call)
+
+
+def test_no_call_is_returned_under_a_lock():
+    """Python 3.11 runs handlers of signals after it, where an exception releases no lock."""
+    _assert_none(
+        f"{name}, line {inner.lineno}: {ast.unparse(inner)}"
+        for name, tree in TREES.items()
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.With) and any(_is_lock(item.context_expr) for item in outer.items)
+        for inner in ast.walk(outer)
+        if isinstance(inner, ast.Return) and _ends_in_a_call(inner.value)
+    )
+
+
 def test_imports_keep_to_the_contracts():
     """The layers, no circles, and who may import Ray and torch: [tool.importlinter]."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]

@@ -265,7 +265,8 @@ def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.T
     """Let torch's engine run leaves' nodes; return what that left in ``.grad``, by leaf."""
     leaves = [node.variable for node in gradients]
     with _ddp_lock:
-        return _run_claimed(gradients, leaves)
+        result = _run_claimed(gradients, leaves)
+        return result
 
 
 def _run_claimed(

@@ -180,7 +180,8 @@ class DistAutogradContext:
         if self._error is not None:
             raise self._error
         with self._lock:
-            return dict(self._gradients)
+            result = dict(self._gradients)
+            return result
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -188,7 +189,8 @@ class DistAutogradContext:
         """Register this worker's part of a pass; return the gradients that overtook its start."""
         with self._lock:
             self.passes[pass_id] = part
-            return self._early.pop(pass_id, {})
+            result = self._early.pop(pass_id, {})
+            return result
 
     def find_pass(self, pass_id: int, gradients: Gradients) -> PassPart | None:
         """Return the part that gradients are for; if there is none, keep them for its start."""

@@ -143,7 +143,8 @@ class GradGraph:
     def missing(self) -> set[int]:
         """Return the entries whose gradients have not arrived."""
         with self._lock:
-            return set(self._missing)
+            result = set(self._missing)
+            return result
 
     # -- stages -----------------------------------------------------------------------------------
 

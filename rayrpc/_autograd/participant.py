@@ -287,7 +287,8 @@ class Participant:
             state = self._state
             if state == WAITING and not self._requests_to_leader and self._needs_only_leader():
                 self._report_due = False
-                return _completed((back, NEEDS_GRADIENTS))
+                result = _completed((back, NEEDS_GRADIENTS))
+                return result
         if state == DONE:
             return _completed(({**self._last_gradients, **back}, ENDED))
         if back:

@@ -187,7 +187,8 @@ class ReaderRole:
             look: must not block.
         """
         with self._lock:
-            return self.state != RELEASED and look()
+            result = self.state != RELEASED and look()
+            return result
 
     def release(self, serial: int | None = None) -> None:
         """Hand over, if the thread handles a message.

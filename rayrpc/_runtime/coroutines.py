@@ -99,7 +99,8 @@ class Coroutines:
         with self._lock:
             if loop is self._current and self._queue:
                 self._taken += 1
-                return self._queue.popleft()
+                result = self._queue.popleft()
+                return result
             loop.is_idle = True
             return None
 

@@ -341,7 +341,8 @@ def settings() -> Settings:
     Source: rayrpc's own.
     """
     with _lock:
-        return use(load()) if _current is None else _current
+        result = use(load()) if _current is None else _current
+        return result
 
 
 def configure(path: str | os.PathLike[str] | None = None, **overrides: object) -> Settings:

@@ -152,7 +152,8 @@ class TlsSocket(socket.socket):
                     if not self._has_shaken_hands:
                         self._cipher.do_handshake()
                         self._has_shaken_hands = True
-                    return 0 if view is None else int(self._cipher.read(len(view), view))
+                    result = 0 if view is None else int(self._cipher.read(len(view), view))
+                    return result
                 except ssl.SSLWantReadError:
                     pass
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):

@@ -126,7 +126,8 @@ class LivenessWatch:
 
     def _event(self, token: str) -> threading.Event:
         with self._lock:
-            return self._events.setdefault(token, threading.Event())
+            result = self._events.setdefault(token, threading.Event())
+            return result
 
     def wait(self, token: str) -> None:
         """Block until the membership with this token ends."""

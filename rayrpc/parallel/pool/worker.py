@@ -108,7 +108,8 @@ class _TaskBuffer:
         while True:
             with self._lock:
                 if self._tasks:
-                    return self._tasks.popleft()
+                    result = self._tasks.popleft()
+                    return result
             sent = self._send(_request_tasks)
             if sent is None:
                 return None
