@@ -308,6 +308,21 @@ def workers(ray_cluster: str) -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def unstartable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Beginnings of the names of threads that the system does not start; none yet."""
+    beginnings: set[str] = set()
+    start = threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name.startswith(tuple(beginnings)):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    return beginnings
+
+
+@pytest.fixture
 def quick_switches() -> Iterator[None]:
     """Have threads take turns as often as they can."""
     before = sys.getswitchinterval()

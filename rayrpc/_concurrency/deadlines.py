@@ -105,7 +105,7 @@ class DeadlineQueue:
 class DeadlineThread:
     """Call back for calls that are still open when their deadline passes.
 
-    The thread starts with the first deadline.
+    The thread starts with the first deadline, or before.
 
     Args:
         open_calls (Collection): the ids of the calls that have not ended.
@@ -121,6 +121,12 @@ class DeadlineThread:
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
         self._closed = False
+
+    def start(self) -> None:
+        """Start the thread now, so that it need not start in a call, which may be interrupted."""
+        with self._changed:
+            if self._thread is None:
+                self._wake_at(math.inf)
 
     def add(self, call_id: int, timeout: float) -> None:
         """Watch an open call.
@@ -146,8 +152,8 @@ class DeadlineThread:
 
     def _wake_at(self, due: float) -> None:
         if self._thread is not None:
-            self._wakes_at = due
             self._changed.notify()
+            self._wakes_at = due  # after that: an interrupt may come between
             return
         thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
         try:

@@ -53,6 +53,16 @@ class ThreadCache:
         """The number of threads."""
         return self._count
 
+    def start(self) -> None:
+        """Start the watchdog now: then no task is refused later.
+
+        Raises:
+            RuntimeError, MemoryError: the system starts no thread.
+        """
+        with self._changed:
+            if self._watchdog is None:
+                self._start_watchdog()
+
     def submit(self, task: Task) -> None:
         """Run a task in one of the threads.
 
@@ -60,8 +70,7 @@ class ThreadCache:
             task: what it raises is logged.
 
         Raises:
-            RuntimeError: there is no thread yet, and the system starts none; else no task is
-                refused.
+            RuntimeError, MemoryError: there is no thread yet, and the system starts none.
         """
         with self._changed:
             if self._watchdog is None:

@@ -109,6 +109,8 @@ class Agent:
 
     def start(self) -> None:
         """Serve calls, and follow the directory, from now on."""
+        self._threads.start()
+        self.caller.start_threads()
         self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
         self._directory.follow(self._snapshot.version, self._apply, self._on_expelled)
 
@@ -263,7 +265,12 @@ class Agent:
         if peer.token == self.member.token:
             pending = PendingReply()
             arrived = copied(frame)
-            self._threads.submit(lambda: pending.serve(self.callee.serve, arrived))
+
+            def serve() -> None:
+                frame.begin_to_send()
+                pending.serve(self.callee.serve, arrived)
+
+            self._threads.submit(serve)
             return pending
         error = self._members.death_of(peer)
         if error is not None:

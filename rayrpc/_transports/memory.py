@@ -70,6 +70,7 @@ class MemoryTransport(Transport):
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:
+        self._threads.start()
         self._serve = serve
         self._find = find
         self._hub.transports[self._address] = self
@@ -83,7 +84,12 @@ class MemoryTransport(Transport):
         arrived = copied(frame)
         with self._lock:
             self._pending[peer.token].add(pending)
-        self._threads.submit(lambda: callee.answer(pending, arrived))
+
+        def answer() -> None:
+            frame.begin_to_send()
+            callee.answer(pending, arrived)
+
+        self._threads.submit(answer)
         return pending
 
     def answer(self, pending: PendingReply, frame: Frame) -> None:
@@ -174,7 +180,8 @@ class MemoryDirectory(Directory):
                 hub.changed.notify_all()
                 while not self._closed and (session := self._session()) is not None:
                     if session.version > version:
-                        return session.since(version)
+                        result = session.since(version)
+                        return result
                     hub.changed.wait()
                 hub.applied.pop(self._token, None)
                 hub.changed.notify_all()
@@ -193,7 +200,8 @@ class MemoryDirectory(Directory):
     def members(self) -> list[Member]:
         with self._hub.changed:
             session = self._session()
-            return list(session.members.values()) if session is not None else []
+            result = list(session.members.values()) if session is not None else []
+            return result
 
     def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
         hub = self._hub
@@ -208,7 +216,8 @@ class MemoryDirectory(Directory):
                 raise GroupError(
                     f"waited {timeout:g} s at {tag!r} for workers that did not come: {names}."
                 )
-            return session.reached(tag) or {}
+            result = session.reached(tag) or {}
+            return result
 
     def leave(self) -> None:
         self._end("left")

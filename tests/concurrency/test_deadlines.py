@@ -110,17 +110,7 @@ class TestDeadlineThread:
         assert done.wait(60)
         thread.close()
 
-    def test_a_thread_that_could_not_start_starts_with_the_next_call(self, monkeypatch, caplog):
-        start = threading.Thread.start
-        fails = [True]
-
-        def start_or_fail(thread):
-            if fails and thread.name == "rayrpc-timers":
-                fails.pop()
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    def test_a_thread_that_could_not_start_starts_with_the_next_call(self, unstartable, caplog):
         expired, done = [], threading.Event()
 
         def on_expired(call_id, timeout):
@@ -129,10 +119,21 @@ class TestDeadlineThread:
                 done.set()
 
         thread = DeadlineThread({1, 2}, on_expired)
+        unstartable.add("rayrpc-timers")
         thread.add(1, 0.001)
         assert "can't start new thread" in caplog.text
+        unstartable.clear()
         thread.add(2, 0.001)
         assert done.wait(60) and expired == [1, 2]
+        thread.close()
+
+    def test_a_thread_that_was_started_before_needs_no_start(self, unstartable):
+        done = threading.Event()
+        thread = DeadlineThread({1}, lambda *_: done.set())
+        thread.start()
+        unstartable.add("rayrpc-timers")
+        thread.add(1, 0.001)
+        assert done.wait(60)
         thread.close()
 
     def test_deadlines_expire_in_order(self):

@@ -141,22 +141,14 @@ def test_a_brief_release_keeps_the_role_if_messages_come_one_at_a_time(asleep):
     assert hand_over.count == 1
 
 
-def test_a_watchdog_that_could_not_start_starts_with_the_next_message(monkeypatch, caplog):
-    start = threading.Thread.start
-    fails = [True]
-
-    def start_or_fail(thread):
-        if fails and thread.name == "rayrpc-watch":
-            fails.pop()
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+def test_a_watchdog_that_could_not_start_starts_with_the_next_message(unstartable, caplog):
+    unstartable.add("rayrpc-watch")
     watchdog, hand_over = ReaderWatchdog(), HandOver()
     with ReaderRole(hand_over, watchdog) as role:
         role.message_received()
         assert watchdog.is_asleep and "can't start new thread" in caplog.text
         assert role.message_done()
+        unstartable.clear()
         role.message_received()
         assert hand_over.event.wait(60)  # it stays in the handler
     watchdog.close()

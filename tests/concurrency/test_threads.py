@@ -75,76 +75,62 @@ def test_threads_end_when_idle_or_closed():
 class TestWithoutThreads:
     """While the system starts no thread, as at a limit of processes."""
 
-    @pytest.fixture
-    def limit(self, monkeypatch):
-        """Let none of the test's threads start while ``limit["none"]`` is set."""
-        limit = {"none": False}
-        start = threading.Thread.start
-
-        def limited(thread):
-            if limit["none"] and thread.name.startswith("test"):
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", limited)
-        return limit
-
-    def test_a_task_waits_and_runs_when_a_thread_starts_again(self, cache, limit, caplog):
+    def test_a_task_waits_and_runs_when_a_thread_starts_again(self, cache, unstartable, caplog):
         cache.submit(lambda: None)
         assert eventually(lambda: cache._idle == 1)
         go, went, done = threading.Event(), threading.Event(), threading.Semaphore(0)
         cache.submit(lambda: (went.set(), go.wait(60)))
         assert went.wait(60)
-        limit["none"] = True
+        unstartable.add("test")
         for _ in range(3):
             cache.submit(done.release)
         assert eventually(lambda: "tasks of test wait" in caplog.text)
         assert cache.size == 1 and not done.acquire(blocking=False)
-        limit["none"] = False
+        unstartable.clear()
         assert all(done.acquire(timeout=60) for _ in range(3))  # the one thread is still busy
         go.set()
 
-    def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, limit):
+    def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, unstartable):
         go, went, done = threading.Event(), threading.Event(), threading.Event()
         cache.submit(lambda: (went.set(), go.wait(60)))
         assert went.wait(60)
-        limit["none"] = True
+        unstartable.add("test")
         cache.submit(done.set)
         go.set()
         assert done.wait(60) and cache.size == 1
 
-    def test_the_first_task_is_refused_and_not_kept(self, cache, limit):
-        limit["none"] = True
+    def test_the_first_task_is_refused_and_not_kept(self, cache, unstartable):
+        unstartable.add("test")
         ran = []
         with pytest.raises(RuntimeError, match="can't start"):
             cache.submit(lambda: ran.append("refused"))
         assert cache.size == 0
-        limit["none"] = False
+        unstartable.clear()
         done = threading.Event()
         cache.submit(lambda: (ran.append("taken"), done.set()))
         assert done.wait(60) and ran == ["taken"]
 
-    def test_a_watchdog_that_could_not_start_starts_with_the_next_task(
-        self, cache, limit, monkeypatch
-    ):
-        start = threading.Thread.start
-
-        def start_no_watchdog(thread):
-            if thread.name == "test-watchdog":
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
+    def test_a_watchdog_that_could_not_start_starts_with_the_next_task(self, cache, unstartable):
         first, second = threading.Event(), threading.Event()
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", start_no_watchdog)
-            cache.submit(first.set)
-            assert first.wait(60) and cache._watchdog is None
+        unstartable.add("test-watchdog")
+        cache.submit(first.set)
+        assert first.wait(60) and cache._watchdog is None
+        unstartable.clear()
         cache.submit(second.set)
         assert second.wait(60) and cache._watchdog is not None
 
-    def test_a_refused_task_keeps_no_slot(self, cache, limit):
+    def test_no_task_is_refused_once_the_watchdog_has_started(self, cache, unstartable):
+        cache.start()
+        done = threading.Event()
+        unstartable.add("test")
+        cache.submit(done.set)
+        assert not done.wait(0.05)
+        unstartable.clear()
+        assert done.wait(60)
+
+    def test_a_refused_task_keeps_no_slot(self, cache, unstartable):
         slots = Slots(2, cache)
-        limit["none"] = True
+        unstartable.add("test")
         with pytest.raises(RuntimeError):
             slots.submit(lambda: None)
         assert slots.free == 2
@@ -153,7 +139,7 @@ class TestWithoutThreads:
         slots.submit(done.set)
         slots.leave()  # no thread runs the waiting task
         assert slots.free == 1 and slots.waiting == 1
-        limit["none"] = False
+        unstartable.clear()
         slots.leave()
         assert done.wait(60) and eventually(lambda: slots.free == 2)
 

@@ -10,6 +10,7 @@ Source: tcp(7), ``TCP_INFO``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 __all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
+
+logger = logging.getLogger(__name__)
 
 CHECKS = 8  # for each peer_timeout
 PROBES = 4
@@ -86,8 +89,13 @@ class SilenceWatch:
         with self._lock:
             if self._is_running or self._closed.is_set():
                 return
-            self._is_running = True
-        threading.Thread(target=self._run, name="rayrpc-silence", daemon=True).start()
+            thread = threading.Thread(target=self._run, name="rayrpc-silence", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as exc:  # the next connection tries again
+                logger.warning("silent hosts are not noticed, because no thread starts: %s", exc)
+            else:
+                self._is_running = True
 
     def close(self) -> None:
         """End the thread."""

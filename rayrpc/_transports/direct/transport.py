@@ -149,6 +149,7 @@ class DirectTransport(Transport):
     ) -> None:
         self._find = find
         self._secret = secret
+        self._threads.start()
         self._fallback.start(serve, self._find_for_fallback, secret)
         self._server.start(secret, serve, self._silence.add)
 

@@ -160,6 +160,7 @@ class RayTransport(Transport):
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:
+        self._threads.start()
         self._serve = serve
         self._find = find
         if self._hosted is not None:
@@ -168,6 +169,7 @@ class RayTransport(Transport):
             self._relay.start(serve)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
+        frame.begin_to_send()
         if peer.token in self._handles:
             return self._send(peer, frame)
         frame.keep_buffers()  # it is sent later

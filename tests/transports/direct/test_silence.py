@@ -139,3 +139,16 @@ def test_a_member_that_was_lost_is_refused(group):
     with pytest.raises(CallLostError):
         call(caller, callee)
     assert callee.served == 1
+
+
+def test_a_watch_whose_thread_could_not_start_starts_with_the_next_connection(unstartable, caplog):
+    watch = SilenceWatch(10.0, lambda: [])
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.socket()) for _ in range(2)]
+        unstartable.add("rayrpc-silence")
+        watch.add(connections[0])
+        assert "can't start new thread" in caplog.text and not watch._is_running
+        unstartable.clear()
+        watch.add(connections[1])
+        assert watch._is_running
+    watch.close()
