@@ -36,15 +36,7 @@ from rayrpc._runtime.all_gather import (
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
-from rayrpc._runtime.invocation import (
-    Args,
-    AsyncFunction,
-    Function,
-    Invocation,
-    Kwargs,
-    To,
-    prompt,
-)
+from rayrpc._runtime.invocation import Args, AsyncFunction, Function, Invocation, Kwargs, To, prompt
 from rayrpc._runtime.operators import check_operator
 from rayrpc._runtime.torch_names import (  # noqa: F401  as above
     _cleanup_python_rpc_handler,
@@ -82,9 +74,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
 P = ParamSpec("P")
 T = TypeVar("T")
+NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 # RRefs that are alive at shutdown are an error only if this is False.
 _ignore_rref_leak = True
@@ -96,8 +88,7 @@ _thread_local_var = threading.local()
 def _initialized() -> Any:
     """Return the agent; raise torch's error before ``init_rpc``."""
     if not _is_current_rpc_agent_set():
-        text = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
-        raise NotInitializedError(text)
+        raise NotInitializedError(NOT_INITIALIZED)
     return _get_current_rpc_agent()
 
 

@@ -9,6 +9,7 @@ In the order in which a worker meets them:
     ids           identities of workers, RRefs and forks
     messages      ``Frame``: the request and the reply of a call, and the RRef messages on them
     rref_table    the state machine of RRefs: who holds forks, when a value is released
+    rref_link     ... and the order of its messages between two workers
     transport     the seams that carry frames and membership: ``Transport`` and ``Directory``
 
 Invariants:
@@ -19,5 +20,6 @@ Invariants:
 - An owner keeps an RRef's value as long as it counts a fork, and a parent keeps its fork until the
   owner counts the child's.
 - A member is identified by its token, which is never used again; its id and name may be.
-- A frame of another session is refused, so that an id that is used again cannot be confused.
+- A frame of another session is refused, and so is one of a former member whose id another one has
+  now: the numbers of calls begin with the epoch of their worker.
 """

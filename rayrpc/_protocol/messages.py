@@ -22,7 +22,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -74,6 +74,36 @@ class Fork(NamedTuple):
     fork_id: GloballyUniqueId
     owner: int
     parent: int
+
+
+class SharedForks(tuple[Fork, ...]):
+    """The forks in a request; released if it is deleted before a transport begins to send it.
+
+    An exception, such as Ctrl-C, may strike the caller at any point.
+    """
+
+    _release: Callable[[Fork], None] | None = None
+
+    @classmethod
+    def of(cls, forks: Iterable[Fork], release: Callable[[Fork], None]) -> SharedForks:
+        """Return the forks.
+
+        Args:
+            forks: to hold.
+            release: called for each that is not sent; by the garbage collector, in any thread.
+        """
+        made = cls(forks)
+        made._release = release
+        return made
+
+    def begin_to_send(self) -> None:
+        """Note that the forks may arrive from now on."""
+        self._release = None
+
+    def __del__(self) -> None:
+        if self._release is not None:
+            for fork in self:
+                self._release(fork)
 
 
 class Payload(NamedTuple):
@@ -171,6 +201,11 @@ class Frame:
     takes_slot: bool = True
     is_stable: bool = field(default=False, compare=False)
 
+    def begin_to_send(self) -> None:
+        """Note that a request may arrive from now on; transports call it."""
+        if type(self.forks) is SharedForks:
+            self.forks.begin_to_send()
+
     def keep_buffers(self) -> None:
         """Copy the buffers, unless they are stable."""
         if not self.is_stable:
@@ -195,7 +230,7 @@ class Frame:
             front = _IDS.pack(*self.rref_id, *(self.fork_id or self.rref_id))
         if self.control or self.forks or self.meta is not None:
             flags |= _HAS_MORE
-            more = pickle.dumps((self.meta, self.control, self.forks), 5)
+            more = pickle.dumps((self.meta, self.control, tuple(self.forks)), 5)
             front += _MORE.pack(len(more), zlib.crc32(more)) + more
         head = _HEAD.pack(self.kind, flags, self.src, self.session, self.call_id, self.ack)
         return head + front + self.data

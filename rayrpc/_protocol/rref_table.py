@@ -44,6 +44,7 @@ from rayrpc._protocol.messages import (
     ForkRequest,
     UserDelete,
 )
+from rayrpc._protocol.rref_link import Link
 
 __all__ = [
     "Confirmed",
@@ -52,6 +53,10 @@ __all__ = [
     "Released",
     "UserState",
 ]
+
+
+# How many deletions that have overtaken their creations a worker remembers.
+MAX_CANCELLED = 1000
 
 
 class UserState(Enum):
@@ -94,40 +99,6 @@ class _Used:
     children: set[GloballyUniqueId] = field(default_factory=set)
 
 
-class _Link:
-    """Sequence numbers and unacknowledged messages between this worker and another."""
-
-    __slots__ = (
-        "ack_sent",
-        "in_flight",
-        "next_expected",
-        "next_seq",
-        "out_of_order",
-        "queue",
-        "retransmit_below",
-    )
-
-    def __init__(self) -> None:
-        self.next_seq = 0  # of the next message to send
-        self.queue: list[Control] = []
-        self.in_flight: dict[int, Control] = {}  # sent, but not acknowledged
-        self.retransmit_below = 0  # what is in flight below was so at the previous retransmit
-        self.next_expected = 0  # every number below was received
-        self.ack_sent = 0  # the last acknowledgement; 0 to send it again
-        self.out_of_order: set[int] = set()  # received above ``next_expected``
-
-    def is_new(self, seq: int) -> bool:
-        """Record the number of a received message; return False for a duplicate."""
-        if seq < self.next_expected or seq in self.out_of_order:
-            self.ack_sent = 0  # the sender may have missed the acknowledgement
-            return False
-        self.out_of_order.add(seq)
-        while self.next_expected in self.out_of_order:
-            self.out_of_order.remove(self.next_expected)
-            self.next_expected += 1
-        return True
-
-
 class RRefTable:
     """Hold one worker's state of the RRef protocol.
 
@@ -153,7 +124,10 @@ class RRefTable:
         self.used: dict[GloballyUniqueId, _Used] = {}
         # forks that the owner does not count yet: child -> (its parent fork here, its worker)
         self._children: dict[GloballyUniqueId, tuple[GloballyUniqueId, int | None]] = {}
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
+        # first forks that were deleted before the ``remote`` calls that create them arrived: these
+        # were interrupted, and may never come
+        self._cancelled: dict[GloballyUniqueId, None] = {}
 
     # -- events of this process -------------------------------------------------------------
 
@@ -164,6 +138,10 @@ class RRefTable:
             The cell that the call must fill.
         """
         owned = self.owned.get(rref_id)
+        if fork_id in self._cancelled:
+            del self._cancelled[fork_id]
+            self._end_creation(rref_id)
+            return self._new_cell() if owned is None else owned.cell
         if holder in self._lost:  # the call arrived after the loss of its caller was known
             return self._new_cell() if owned is None else owned.cell
         if owned is None:
@@ -194,28 +172,47 @@ class RRefTable:
         """Confirm the first fork of a used RRef: the owner replied to the ``remote`` call."""
         return self._confirm(fork_id)
 
-    def share(self, fork_id: GloballyUniqueId, to: int | None) -> Fork:
+    def share(
+        self, fork_id: GloballyUniqueId, to: int | None, into: list[Fork] | None = None
+    ) -> Fork:
         """Fork a used RRef for worker ``to``.
+
+        Args:
+            fork_id: this worker's fork.
+            to: id of the worker; None: it is not known.
+            into: takes the fork before it is counted: an interrupt may come then.
 
         Raises:
             KeyError: the fork was deleted.
         """
         entry = self.used[fork_id]
         child = self._new_id()
+        fork = Fork(entry.rref_id, child, entry.owner, self.me)
+        if into is not None:
+            into.append(fork)
         if to not in self._lost:
             entry.children.add(child)
             self._children[child] = (fork_id, to)
-        return Fork(entry.rref_id, child, entry.owner, self.me)
+        return fork
 
-    def share_owned(self, rref_id: GloballyUniqueId, cell: Any, to: int | None) -> Fork:
+    def share_owned(
+        self,
+        rref_id: GloballyUniqueId,
+        cell: Any,
+        to: int | None,
+        into: list[Fork] | None = None,
+    ) -> Fork:
         """Fork an owned RRef for worker ``to``; the fork is counted at once."""
         child = self._new_id()
+        fork = Fork(rref_id, child, self.me, self.me)
+        if into is not None:
+            into.append(fork)
         if to not in self._lost:
             owned = self.owned.get(rref_id)
             if owned is None:
                 owned = self.owned[rref_id] = _Owned(cell, {})
             owned.forks[child] = to
-        return Fork(rref_id, child, self.me, self.me)
+        return fork
 
     def unshare(self, fork: Fork) -> list[Effect]:
         """Undo ``share`` or ``share_owned``: the fork was not sent."""
@@ -242,6 +239,9 @@ class RRefTable:
             return self.lookup(fork.rref_id), []
         if fork.owner in self._lost:
             return None, []
+        if (known := self.used.get(fork.fork_id)) is not None:  # an interrupt came meanwhile
+            known.held = True
+            return None, []
         entry = self.used[fork.fork_id] = _Used(fork.rref_id, fork.owner, fork.parent)
         if fork.parent == fork.owner:
             entry.state = UserState.CONFIRMED
@@ -255,6 +255,16 @@ class RRefTable:
         if entry is not None:
             entry.held = False
             self._delete_if_unused(fork_id, entry)
+
+    def cancel(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> list[Effect]:
+        """Delete an RRef whose ``remote`` call was interrupted; it may have been sent."""
+        entry = self.used.get(fork_id)
+        if entry is not None:
+            entry.held = False
+            return self._confirm(fork_id)
+        if rref_id in self.owned:
+            self._note_cancelled(fork_id)
+        return self._remove_fork(rref_id, fork_id)
 
     def release(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> list[Effect]:
         """Stop counting a fork of an owned RRef: a ``remote`` call to this worker itself ended."""
@@ -272,12 +282,11 @@ class RRefTable:
         self._lost.add(worker)
         for rref_id, owned in list(self.owned.items()):
             if owned.awaits_creation and rref_id.created_on == worker:
-                owned.awaits_creation = False  # its remote call will not come any more
-                if not owned.forks:
-                    del self.owned[rref_id]
-                    effects.append(Released(rref_id, owned.cell))
+                effects += self._end_creation(rref_id)
             for fork_id in [f for f, holder in owned.forks.items() if holder == worker]:
                 effects += self._remove_fork(rref_id, fork_id)
+        for fork_id in [f for f in self._cancelled if f.created_on == worker]:
+            del self._cancelled[fork_id]
         for child in [c for c, (_, to) in self._children.items() if to == worker]:
             self._on_child_accepted(child)
         for fork_id in [f for f, entry in self.used.items() if entry.owner == worker]:
@@ -319,7 +328,7 @@ class RRefTable:
             elif isinstance(message, ChildAccept):
                 self._on_child_accepted(message.fork_id)
             else:
-                effects += self._remove_fork(message.rref_id, message.fork_id)
+                effects += self._delete(message.rref_id, message.fork_id, sender)
         return effects
 
     def has_nothing_pending(self, worker: int) -> bool:
@@ -392,10 +401,10 @@ class RRefTable:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _link(self, worker: int) -> _Link:
+    def _link(self, worker: int) -> Link:
         link = self._links.get(worker)
         if link is None:
-            link = self._links[worker] = _Link()
+            link = self._links[worker] = Link()
         return link
 
     def _enqueue(self, worker: int, message: type[Control], *ids: GloballyUniqueId) -> None:
@@ -428,6 +437,31 @@ class RRefTable:
             return []
         owned.forks.pop(fork_id, None)
         if owned.forks or owned.awaits_creation:
+            return []
+        del self.owned[rref_id]
+        return [Released(rref_id, owned.cell)]
+
+    def _delete(
+        self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, by: int
+    ) -> list[Effect]:
+        owned = self.owned.get(rref_id)
+        is_unknown = owned is None or fork_id not in owned.forks
+        if is_unknown and rref_id.created_on == fork_id.created_on == by:
+            self._note_cancelled(fork_id)
+        return self._remove_fork(rref_id, fork_id)
+
+    def _note_cancelled(self, fork_id: GloballyUniqueId) -> None:
+        self._cancelled[fork_id] = None
+        if len(self._cancelled) > MAX_CANCELLED:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def _end_creation(self, rref_id: GloballyUniqueId) -> list[Effect]:
+        """Note that the ``remote`` call of an RRef comes no more."""
+        owned = self.owned.get(rref_id)
+        if owned is None or not owned.awaits_creation:
+            return []
+        owned.awaits_creation = False
+        if owned.forks:
             return []
         del self.owned[rref_id]
         return [Released(rref_id, owned.cell)]

@@ -1,20 +1,22 @@
 """One worker: its calls, its RRefs and its group.  It knows neither transports nor Ray.
 
-    agent          wires the parts of a worker
-    worker         the parts that the caller and the callee share
-    members        the group as this worker knows it
-    caller         a call at its caller: encode, send, wait or be called back, decode
-    started_call   ... that is waited for later, or abandoned
-    call_errors    ... that ends without a reply
-    serialization  objects to bytes and buffers
-    callee         a call at its callee: decode, run, encode
-    coroutines     event loops for async functions
-    hooks          what accompanies calls: profiling, distributed autograd
-    rrefs          handles, proxies and values of RRefs
-    user_api       what RRefs need of the layers above
-    current        the agent of this process
-    main_identity  whether two processes run the same program
-    all_gather     objects of all workers; graceful shutdown
+    agent               wires the parts of a worker
+    worker              the parts that the caller and the callee share
+    members             the group as this worker knows it
+    caller              a call at its caller: encode, send, wait or be called back, decode
+    open_call           ... that is under way and completes by callback
+    started_call        ... that is waited for later, or abandoned
+    call_errors         ... that ends without a reply
+    interrupting_calls  calls of finalizers and of handlers of signals
+    serialization       objects to bytes and buffers
+    callee              a call at its callee: decode, run, encode
+    coroutines          event loops for async functions
+    hooks               what accompanies calls: profiling, distributed autograd
+    rrefs               handles, proxies and values of RRefs
+    user_api            what RRefs need of the layers above
+    current             the agent of this process
+    main_identity       whether two processes run the same program
+    all_gather          objects of all workers; graceful shutdown
 
 Invariants: every call ends once, with a value or an error; users' functions run in the thread that
 received the call or in ``ThreadCache``, never in a thread of Ray; whatever may block releases its

@@ -70,7 +70,8 @@ class Callee:
             is_member: tells whether the worker with an id is a member; others were lost.
         """
         with self._lock:
-            return sum(count for caller, count in self._active_of.items() if is_member(caller))
+            result = sum(count for caller, count in self._active_of.items() if is_member(caller))
+            return result
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""

@@ -9,7 +9,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.futures import Future
@@ -26,6 +25,7 @@ from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import Invocation, is_prompt
+from rayrpc._runtime.open_call import OpenCall, Request
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
@@ -43,64 +43,12 @@ LOSS_POLLS = 2
 
 NOTHING = Invocation(lambda: None)  # what a fetch runs
 
-Done = Callable[[Outcome[Any]], object]
-
 
 class Send(Protocol):
     """Sends frames to members, this worker among them."""
 
     def __call__(self, peer: Member, frame: Frame) -> Pending:
         """Send a frame and expect its reply."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A call on its way; it does not hold the frame, whose buffers may be large.
-
-    Args:
-        to: the callee.
-        id: of the call.
-        timeout: in seconds; None: none.
-        lent: handles that must live until the reply is there.
-        call: what hooks know of it; None if no hook takes part.
-        keeps_type: an error is raised by ``to_here``; see ``remote_errors``.
-    """
-
-    to: Member
-    id: int
-    timeout: float | None
-    lent: tuple[Any, ...] = ()
-    call: OutgoingCall | None = None
-    keeps_type: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _OpenCall:
-    """A call that completes by callback.
-
-    Args:
-        caller: made it.
-        request: its request.
-        done: takes the outcome, once.
-        on_created: for ``remote``: called when the owner has answered, in time or late.
-    """
-
-    caller: Caller
-    request: _Request
-    done: Done
-    on_created: Callable[[], None] | None = None
-    has_outcome: bool = False  # ``finish`` follows
-    finishers: list[object] = field(default_factory=list)  # the first one finishes
-
-    def on_reply(self, outcome: Outcome[Frame]) -> None:
-        """Take the outcome from a thread of the transport."""
-        self.has_outcome = True
-        # The reply to ``remote`` has nothing to decode, and no user's code waits for it.
-        is_cheap = self.on_created is not None and not _may_run_users_code(outcome)
-        if is_cheap or is_reader():
-            self.caller.finish(self, outcome)
-        else:
-            self.caller.threads.submit(lambda: self.caller.finish(self, outcome))
 
 
 class Caller:
@@ -121,7 +69,7 @@ class Caller:
         self.interrupting = InterruptingCalls(threads.submit)
         self._send = send
         self._call_ids = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
-        self._open: dict[int, _OpenCall] = {}
+        self._open: dict[int, OpenCall] = {}
         self._deadlines = DeadlineThread(self._open, self._expire)
         self._waiting: dict[int, None] = {}  # ids of calls that a thread waits for
         self._lock = threading.Lock()
@@ -132,6 +80,11 @@ class Caller:
     def active(self) -> int:
         """The number of users' calls that have not completed."""
         return len(self._open) + len(self._waiting) + len(self.interrupting)
+
+    def start_threads(self) -> None:
+        """Start the threads that calls may need."""
+        self.threads.start()
+        self._deadlines.start()
 
     # -- the ways to call ---------------------------------------------------------------------
 
@@ -160,17 +113,17 @@ class Caller:
 
     def _request(
         self, to: Member, invocation: Invocation, timeout: float | None, hooks: list[Hook]
-    ) -> tuple[_Request, Frame]:
+    ) -> tuple[Request, Frame]:
         """Return the request and the frame of a call that a thread waits for."""
         if not hooks:
             payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
-            return _Request(to, frame.call_id, timeout, payload.lent), frame
+            return Request(to, frame.call_id, timeout, payload.lent), frame
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
-        return _Request(to, frame.call_id, timeout, payload.lent, call), frame
+        return Request(to, frame.call_id, timeout, payload.lent, call), frame
 
     @guarded(InterruptingCalls.make)
     def future(
@@ -182,8 +135,8 @@ class Caller:
             future: Any = Future()
             payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
-            request = _Request(to, frame.call_id, timeout, payload.lent)
-            self._start(_OpenCall(self, request, functools.partial(complete, future)), frame)
+            request = Request(to, frame.call_id, timeout, payload.lent)
+            self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
@@ -191,8 +144,8 @@ class Caller:
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
-            request = _Request(to, frame.call_id, timeout, payload.lent, call)
-            self._start(_OpenCall(self, request, functools.partial(complete, future)), frame)
+            request = Request(to, frame.call_id, timeout, payload.lent, call)
+            self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             for hook in hooks:
                 future = hook.after_send(call, future)
         return future
@@ -205,19 +158,20 @@ class Caller:
         with all_of([hook.before_send(call) for hook in hooks]):
             # encode first: an argument that cannot be sent must not leave an RRef behind
             payload = self._encode(to, call.invocation)
-            rref_id, fork_id, rref = self._rrefs.announce(to.id)
+            rref_id, fork_id = self._rrefs.new_id(), self._rrefs.new_id()
             try:
+                rref = self._rrefs.announce(rref_id, fork_id, to.id)
                 frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), func)
                 frame.rref_id, frame.fork_id = rref_id, fork_id
                 creation = rref._begin_creation()
                 for hook in hooks:
                     rref._set_future(hook.after_send(call, rref._get_future()))
-                request = _Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
+                request = Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
                 # a late reply counts too: the owner has the RRef from then on
                 on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
-                self._start(_OpenCall(self, request, creation.set, on_created), frame)
+                self._start(OpenCall(self, request, creation.set, on_created), frame)
             except BaseException:  # an interrupt: no handle is left, so the owner is to delete it
-                self._rrefs.created(rref_id, fork_id)
+                self._rrefs.cancel(rref_id, fork_id)
                 raise
         return rref
 
@@ -232,7 +186,7 @@ class Caller:
                 meta = _meta(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta)
         frame.rref_id = rref_id
-        request = _Request(to, frame.call_id, timeout, call=call, keeps_type=True)
+        request = Request(to, frame.call_id, timeout, call=call, keeps_type=True)
         return self._post_and_wait(request, frame)
 
     def send_control(self, to: Member) -> None:
@@ -299,8 +253,8 @@ class Caller:
         meta: dict[str, Any] | None = None,
         func: object = None,
     ) -> Frame:
-        ack, control = self._rrefs.take_pending(to.id)
         data, buffers, forks, _ = payload
+        ack, control = self._rrefs.take_pending(to.id)
         number = self._call_ids()
         session, me = self._worker.session, self._me.id
         is_async = hasattr(func, "_wrapped_async_rpc_function")
@@ -309,13 +263,13 @@ class Caller:
 
     # -- calls that a thread waits for --------------------------------------------------------
 
-    def _post_and_wait(self, request: _Request, frame: Frame) -> Any:
+    def _post_and_wait(self, request: Request, frame: Frame) -> Any:
         try:
             return self._wait(request, self._post(request, frame))
         finally:
             self._waiting.pop(request.id, None)
 
-    def _post(self, request: _Request, frame: Frame) -> Pending:
+    def _post(self, request: Request, frame: Frame) -> Pending:
         """Send a call that a thread waits for; ``_wait`` or ``_abandon`` follows."""
         release_reader()
         frame.is_stable = True  # the caller waits
@@ -329,7 +283,7 @@ class Caller:
             raise
 
     def _wait(
-        self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None = None
+        self, request: Request, pending: Pending, unwanted: Callable[[], bool] | None = None
     ) -> Any:
         """Return the value of a call; see ``StartedCall``."""
         try:
@@ -344,13 +298,13 @@ class Caller:
         finally:
             self._waiting.pop(request.id, None)
 
-    def _abandon(self, request: _Request, pending: Pending) -> None:
+    def _abandon(self, request: Request, pending: Pending) -> None:
         """Wait for a call no longer, and release what its reply brings."""
         if self._waiting.pop(request.id, self) is not self:
             pending.on_done(functools.partial(self._on_late_reply, request))
 
     def _await(
-        self, request: _Request, pending: Pending, unwanted: Callable[[], bool] | None
+        self, request: Request, pending: Pending, unwanted: Callable[[], bool] | None
     ) -> Frame:
         timeout = request.timeout
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -373,7 +327,7 @@ class Caller:
 
     # -- calls that complete by callback ------------------------------------------------------
 
-    def _start(self, call: _OpenCall, frame: Frame) -> None:
+    def _start(self, call: OpenCall, frame: Frame) -> None:
         request = call.request
         try:
             self._open[request.id] = call
@@ -383,8 +337,11 @@ class Caller:
                 self._deadlines.add(request.id, request.timeout)
             pending = self._send(request.to, frame)
             pending.on_done(call.on_reply, urgent=call.on_created is None)
+            if self._closed:  # just now, perhaps before this call was there to be failed
+                self._fail(request.id, shut_down())
         except BaseException:  # an interrupt: the program has nothing to wait with
             self._open.pop(request.id, None)
+            call.end(by_reply=False)
             raise
 
     def _expire(self, call_id: int, timeout: float) -> None:
@@ -392,18 +349,25 @@ class Caller:
 
     def _fail(self, call_id: int, error: BaseException) -> None:
         call = self._open.pop(call_id, None)
-        if call is not None:
+        if call is not None and call.end(by_reply=False):
             self.threads.submit(lambda: call.done(Error(error)))
 
-    def finish(self, call: _OpenCall, outcome: Outcome[Frame]) -> None:
+    def finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
         call.finishers.append(me := object())
         if call.finishers[0] is not me:  # an interrupted ``on_reply`` was called again
             return
+        try:
+            self._finish(call, outcome)
+        except BaseException:  # an interrupt: ``on_reply`` is called again
+            call.finishers.clear()
+            raise
+
+    def _finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
         if call.on_created is not None:
             call.on_created()
         request = call.request
-        if request.id not in self._open:
+        if call.has_failed:
             self._on_late_reply(request, outcome)
             return
         result: Outcome[Any] = outcome
@@ -411,14 +375,16 @@ class Caller:
             try:
                 result = Value(self._open_reply(request, outcome.value))
             except BaseException as exc:
+                if isinstance(exc, KeyboardInterrupt) and call.is_cheap(outcome):
+                    raise  # it is that of the thread
                 result = Error(exc)
-        # only now: a call is active until its callbacks may run
-        if self._open.pop(request.id, None) is not None:
+        if call.end(by_reply=True):
+            self._open.pop(request.id, None)  # only now: it is active until its callbacks may run
             call.done(result)
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _open_reply(self, request: _Request, reply: Frame) -> Any:
+    def _open_reply(self, request: Request, reply: Frame) -> Any:
         worker = self._worker
         if reply.control or reply.ack:
             self._take_control(request.to, reply)
@@ -434,7 +400,7 @@ class Caller:
                     value = hook.on_result(request.call, value, reply.meta[hook.name])
         return value
 
-    def _on_late_reply(self, request: _Request, outcome: Outcome[Frame]) -> None:
+    def _on_late_reply(self, request: Request, outcome: Outcome[Frame]) -> None:
         """Release what the reply of a call that timed out brings; ``request`` ends its loan."""
         if isinstance(outcome, Value):
             reply = outcome.value
@@ -466,10 +432,3 @@ def _meta(call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
     for hook in hooks:
         hook.after_encode(call)
     return call.meta or None
-
-
-def _may_run_users_code(outcome: Outcome[Frame]) -> bool:
-    if isinstance(outcome, Error):
-        return False
-    reply = outcome.value
-    return reply.kind is not Kind.VALUE or bool(reply.control)

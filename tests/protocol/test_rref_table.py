@@ -231,6 +231,74 @@ def test_an_owned_fork_that_was_not_sent_holds_nothing(owner):
     assert is_empty(owner)
 
 
+def test_an_interrupted_remote_call_leaves_nothing_whenever_it_arrives(owner, a):
+    for arrives_first in (True, False):
+        rref_id, fork_id = a._new_id(), a._new_id()
+        a.use(rref_id, fork_id, OWNER)
+        if arrives_first:
+            owner.own(rref_id, fork_id, A)
+        assert a.cancel(rref_id, fork_id) == [Confirmed(fork_id)]
+        assert not a.used
+        settle(a, owner)
+        if not arrives_first:
+            owner.own(rref_id, fork_id, A)
+        assert not owner.owned and not owner._cancelled
+
+
+def test_an_interrupted_remote_call_to_oneself_leaves_nothing_whenever_it_runs(owner):
+    for runs_first in (True, False):
+        rref_id, fork_id = owner._new_id(), owner._new_id()
+        cell = owner.own(rref_id, fork_id, OWNER)
+        if runs_first:
+            owner.own(rref_id, fork_id, OWNER)
+        assert owner.cancel(rref_id, fork_id) == [Released(rref_id, cell)]
+        if not runs_first:
+            owner.own(rref_id, fork_id, OWNER)
+        assert not owner.owned
+
+
+def test_a_fetch_that_waits_for_an_interrupted_remote_call_is_released(owner, a):
+    rref_id, fork_id = a._new_id(), a._new_id()
+    a.use(rref_id, fork_id, OWNER)
+    owner.lookup(rref_id)
+    a.cancel(rref_id, fork_id)
+    settle(a, owner)
+    owner.own(rref_id, fork_id, A)
+    assert not owner.owned
+
+
+def test_interrupted_calls_that_never_arrive_are_forgotten(owner, a, monkeypatch):
+    monkeypatch.setattr("rayrpc._protocol.rref_table.MAX_CANCELLED", 3)
+    for _ in range(5):
+        rref_id, fork_id = a._new_id(), a._new_id()
+        a.use(rref_id, fork_id, OWNER)
+        a.cancel(rref_id, fork_id)
+    settle(a, owner)
+    assert len(owner._cancelled) == 3
+    owner.on_peer_lost(A)
+    assert not owner._cancelled
+
+
+def test_a_fork_that_is_received_again_is_held_once(owner, a, c):
+    rref_id, fork_id = remote(a, owner)
+    fork = a.share(fork_id, C)
+    for _ in range(2):
+        c.receive(fork)
+    settle(owner, a, c)
+    assert owner.owned[rref_id].forks == {fork_id: A, fork.fork_id: C}
+    c.drop(fork.fork_id)
+    a.drop(fork_id)
+    settle(owner, a, c)
+    assert not (owner.owned or a.used or c.used)
+
+
+def test_a_fork_is_noted_before_it_is_counted(owner, a):
+    _, fork_id = remote(a, owner)
+    noted: list[Any] = []
+    shared = [a.share(fork_id, C, noted), owner.share_owned(owner._new_id(), Cell(), C, noted)]
+    assert noted == shared
+
+
 def test_a_deleted_fork_cannot_be_shared(owner, a):
     _, fork_id = remote(a, owner)
     a.drop(fork_id)

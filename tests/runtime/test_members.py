@@ -23,8 +23,8 @@ class Group:
             self.me, self.present, lambda: self.present, self.on_joined, self.on_left
         )
 
-    def on_joined(self, joined: Member, predecessor: Member | None) -> None:
-        self.reported.append((joined.name, predecessor and predecessor.name))
+    def on_joined(self, member: Member, predecessor: Member | None) -> None:
+        self.reported.append((member.name, predecessor and predecessor.name))
 
     def on_left(self, left: Member) -> None:
         self.reported.append(left.name)

@@ -3,11 +3,12 @@
 The table is pure.  The context guards it with a lock, sends its messages, wakes threads that wait
 for its effects, and reports collected handles to it.  Python may collect a handle in any thread,
 also in one that holds the context's lock; so ``drop`` only puts the fork's id into a queue, which
-the thread ``rayrpc-rrefs`` reads.
+the thread ``rayrpc-rrefs`` reads; and so do forks that were not sent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -39,7 +40,7 @@ DELETE_POLL_SECONDS = 0.005
 class Handle(Protocol):
     """What the runtime needs of an RRef's handle; private, because users hold handles."""
 
-    def _share(self, rrefs: RRefContext, to: int | None) -> Fork:
+    def _share(self, rrefs: RRefContext, to: int | None, into: list[Fork] | None = None) -> Fork:
         """Fork the RRef for a worker."""
 
     def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
@@ -98,7 +99,7 @@ class RRefContext:
         self._table = RRefTable(me, ids.new, Cell)
         self._lock = threading.Lock()
         self._unconfirmed: dict[GloballyUniqueId, list[threading.Event]] = {}
-        self._dropped: queue.SimpleQueue[GloballyUniqueId | None] = queue.SimpleQueue()
+        self._dropped: queue.SimpleQueue[GloballyUniqueId | Fork | None] = queue.SimpleQueue()
         # RRefs that were in use before their holders or owners left; see keep_leaks
         self._kept_leaks: dict[GloballyUniqueId, str] | None = None
         self._closed = False
@@ -107,21 +108,32 @@ class RRefContext:
     # -- creation -----------------------------------------------------------------------------
 
     def new_id(self) -> GloballyUniqueId:
-        """Return an identity for an RRef that this worker owns."""
+        """Return an identity for an RRef or a fork that this worker makes."""
         return self._ids.new()
 
-    def announce(self, owner: int) -> tuple[GloballyUniqueId, GloballyUniqueId, Handle]:
-        """Return the RRef id, the fork id and the handle of an RRef that ``owner`` will create.
+    def announce(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> Handle:
+        """Return the handle of an RRef that ``owner`` will create; see ``cancel``.
 
         If this worker is the owner, the handle is an owner's, and its cell is empty.
+
+        Args:
+            rref_id, fork_id: new identities, of the RRef and of this worker's fork.
+            owner: id of the owner.
         """
-        rref_id, fork_id = self._ids.new(), self._ids.new()
         with self._lock:
             if owner == self._table.me:
                 cell = self._table.own(rref_id, fork_id, owner)
-                return rref_id, fork_id, self._make_handle(rref_id, None, owner, cell)
+                result = self._make_handle(rref_id, None, owner, cell)
+                return result
             self._table.use(rref_id, fork_id, owner)
-        return rref_id, fork_id, self._make_handle(rref_id, fork_id, owner, None)
+        return self._make_handle(rref_id, fork_id, owner, None)
+
+    def cancel(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> None:
+        """Delete an announced RRef, of which no handle may be left, at its owner too."""
+        with self._lock:
+            effects = self._table.cancel(rref_id, fork_id)
+        self._settle(effects)
+        self.flush()
 
     def created(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> None:
         """Note that the owner has created an announced RRef."""
@@ -135,32 +147,45 @@ class RRefContext:
     def own(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, holder: int) -> Cell:
         """Return the cell to fill for a ``remote`` call of ``holder``."""
         with self._lock:
-            return cast(Cell, self._table.own(rref_id, fork_id, holder))
+            result = cast(Cell, self._table.own(rref_id, fork_id, holder))
+            return result
 
     def lookup(self, rref_id: GloballyUniqueId) -> Cell:
         """Return the cell of an owned RRef; KeyError if it was released."""
         with self._lock:
-            return cast(Cell, self._table.lookup(rref_id))
+            result = cast(Cell, self._table.lookup(rref_id))
+            return result
 
     # -- sharing, for the codec ---------------------------------------------------------------
 
-    def share(self, rref: Handle, to: int | None) -> Fork:
+    def share(self, rref: Handle, to: int | None, into: list[Fork]) -> None:
         """Fork ``rref`` for worker ``to``.
+
+        Args:
+            rref: a handle.
+            to: id of the worker; None: it is not known.
+            into: takes the fork, also if an interrupt comes meanwhile.
 
         Raises:
             RuntimeError: it was deleted by ``shutdown``.
         """
-        return rref._share(self, to)
+        rref._share(self, to, into)
 
-    def share_used(self, fork_id: GloballyUniqueId, to: int | None) -> Fork:
+    def share_used(
+        self, fork_id: GloballyUniqueId, to: int | None, into: list[Fork] | None
+    ) -> Fork:
         """Fork an RRef that this worker uses; KeyError if it was deleted."""
         with self._lock:
-            return self._table.share(fork_id, to)
+            result = self._table.share(fork_id, to, into)
+            return result
 
-    def share_owned(self, rref_id: GloballyUniqueId, cell: Cell, to: int | None) -> Fork:
+    def share_owned(
+        self, rref_id: GloballyUniqueId, cell: Cell, to: int | None, into: list[Fork] | None
+    ) -> Fork:
         """Fork an RRef that this worker owns."""
         with self._lock:
-            return self._table.share_owned(rref_id, cell, to)
+            result = self._table.share_owned(rref_id, cell, to, into)
+            return result
 
     def lend(self, rref: Handle, to: int | None) -> GloballyUniqueId | None:
         """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
@@ -186,14 +211,19 @@ class RRefContext:
         return self._make_handle(fork.rref_id, fork.fork_id, fork.owner, None)
 
     def discard(self, fork: Fork) -> None:
-        """Receive a fork and release it at once."""
-        self.receive(fork)
+        """Receive a fork, again if an interrupt came meanwhile, and release it at once."""
+        with contextlib.suppress(KeyError):  # this worker owns it, and has received it before
+            self.receive(fork)
 
     # -- handles ------------------------------------------------------------------------------
 
     def drop(self, fork_id: GloballyUniqueId) -> None:
         """Note that Python collected a handle; safe in any thread that collects."""
         self._dropped.put(fork_id)
+
+    def release_later(self, fork: Fork) -> None:
+        """Undo a fork that was not sent; safe in any thread that collects."""
+        self._dropped.put(fork)
 
     def is_held(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether this worker holds a fork, which ``shutdown`` may have deleted."""
@@ -206,7 +236,8 @@ class RRefContext:
     def is_confirmed(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether the owner is known to count a fork."""
         with self._lock:
-            return self._table.is_confirmed(fork_id)
+            result = self._table.is_confirmed(fork_id)
+            return result
 
     def wait_confirmed(self, forks: Iterable[Fork], timeout: float | None) -> bool:
         """Wait until the owners count these received forks.
@@ -237,7 +268,8 @@ class RRefContext:
         if self._table.has_nothing_pending(worker):
             return 0, ()
         with self._lock:
-            return self._table.take_pending(worker)
+            result = self._table.take_pending(worker)
+            return result
 
     def on_control(self, worker: int, ack: int, messages: tuple[Control, ...]) -> None:
         """Apply the acknowledgement and the messages of a frame from ``worker``."""
@@ -347,7 +379,8 @@ class RRefContext:
     def debug_info(self) -> dict[str, str]:
         """Return torch's counters."""
         with self._lock:
-            return self._table.debug_info()
+            result = self._table.debug_info()
+            return result
 
     def close(self) -> None:
         """Forget all RRefs; handles that are alive count as deleted from now on."""
@@ -378,17 +411,22 @@ class RRefContext:
             if is_due:
                 next_turn = Deadline(RETRANSMIT_SECONDS)
             try:
+                effects: list[Effect] = []
                 with self._lock:
-                    for fork_id in forks:
-                        self._table.drop(fork_id)
+                    for fork in forks:
+                        if isinstance(fork, Fork):
+                            effects += self._table.unshare(fork)
+                        else:
+                            self._table.drop(fork)
                     if is_due:
                         self._table.retransmit()
+                self._settle(effects)
                 if (forks or is_due) and not self._closed:
                     self.flush()
             except Exception:  # what was not sent is retransmitted
                 logger.exception("messages of RRefs could not be sent")
 
-    def _take_dropped(self) -> list[GloballyUniqueId]:
+    def _take_dropped(self) -> list[GloballyUniqueId | Fork]:
         """Return a batch of dropped forks, empty after ``RETRANSMIT_SECONDS`` without one."""
         try:
             first = self._dropped.get(timeout=RETRANSMIT_SECONDS)

@@ -274,15 +274,15 @@ class RRef(Generic[T]):
 
     # -- pickling -----------------------------------------------------------------------------
 
-    def _share(self, rrefs: RRefContext, to: int | None) -> Fork:
+    def _share(self, rrefs: RRefContext, to: int | None, into: list[Fork] | None = None) -> Fork:
         """Fork this RRef for a worker; see ``RRefContext.share``."""
         if self._cell is not None:
-            return rrefs.share_owned(self._rref_id, self._cell, to)
+            return rrefs.share_owned(self._rref_id, self._cell, to, into)
         assert self._fork_id is not None
         self._check("fork an UserRRef")
         self._raise_creation_error()
         try:
-            return rrefs.share_used(self._fork_id, to)
+            return rrefs.share_used(self._fork_id, to, into)
         except KeyError:  # its owner was lost just now
             self._check("fork an UserRRef")
             raise

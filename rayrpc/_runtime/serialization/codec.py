@@ -26,7 +26,7 @@ import torch
 
 from rayrpc._concurrency.outcome import text_of
 from rayrpc._protocol.ids import GloballyUniqueId
-from rayrpc._protocol.messages import Fork, Payload
+from rayrpc._protocol.messages import Fork, Payload, SharedForks
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.serialization.recording import (
     begin_message,
@@ -58,14 +58,17 @@ MAX_PICKLE = (1 << 32) - (1 << 24)
 class Sharer(Protocol):
     """Turns RRefs into forks and back; ``RRefContext`` is one."""
 
-    def share(self, rref: Any, to: int | None) -> Fork:
-        """Fork ``rref`` for worker ``to``."""
+    def share(self, rref: Any, to: int | None, into: list[Fork]) -> None:
+        """Fork ``rref`` for worker ``to``; add the fork to ``into``."""
 
     def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
         """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
 
     def borrow(self, rref_id: GloballyUniqueId) -> Any:
         """Return the RRef that this worker owns, and another lent to it."""
+
+    def release_later(self, fork: Fork) -> None:
+        """Undo a fork that was not sent; safe in any thread that collects garbage."""
 
     def unshare(self, fork: Fork) -> None:
         """Undo a fork that was not sent."""
@@ -103,8 +106,9 @@ class _Encoding:
         if self._lends and (rref_id := self._sharer.lend(rref, self._to)) is not None:
             self.lent.append(rref)
             return _borrow_rref, tuple(rref_id)
-        self.forks.append(self._sharer.share(rref, self._to))
-        return _receive_rref, (len(self.forks) - 1,)
+        position = len(self.forks)
+        self._sharer.share(rref, self._to, self.forks)
+        return _receive_rref, (position,)
 
 
 class _Session(threading.local):
@@ -342,8 +346,12 @@ class Codec:
             raise
         finally:
             _session.encoding = outer
-        forks, lent = tuple(encoding.forks), tuple(encoding.lent)
-        return Payload(file.getvalue(), encoding.buffers, forks, lent)
+        forks: tuple[Fork, ...] = ()
+        if encoding.forks:
+            forks = tuple(encoding.forks)
+            if lends:  # a request
+                forks = SharedForks.of(forks, self._sharer.release_later)
+        return Payload(file.getvalue(), encoding.buffers, forks, tuple(encoding.lent))
 
     def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
         """Unpickle a payload.
@@ -358,8 +366,9 @@ class Codec:
         taken: set[int] = set()
 
         def receive(position: int) -> Any:
+            received = self._sharer.receive(forks[position])
             taken.add(position)
-            return self._sharer.receive(forks[position])
+            return received
 
         outer = _session.receive
         _session.receive = receive

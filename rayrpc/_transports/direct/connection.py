@@ -112,17 +112,21 @@ class CallerConnection:
         schedule = self.schedule
         if self._stream is None:  # the frame is sent later
             frame.keep_buffers()
-        with self._lock:
-            if schedule.state == BROKEN:
-                return None
-            self._calls[call.id] = call
-            stream = self._stream
-        if stream is not None:
-            burst = schedule.callbacks >= BURST
-            if stream.send(call.id, frame, burst):
-                call.frame = None
-            elif burst:
-                stream.flush_later()
+        try:
+            with self._lock:
+                if schedule.state == BROKEN:
+                    return None
+                self._calls[call.id] = call
+                stream = self._stream
+            if stream is not None:
+                burst = schedule.callbacks >= BURST
+                if stream.send(call.id, frame, burst):
+                    call.frame = None
+                elif burst:
+                    stream.flush_later()
+        except BaseException:  # an interrupt: nothing waits for the reply
+            self._calls.pop(call.id, None)
+            raise
         return call
 
     def expect(self, call_id: int) -> ConnectionCall | None:
@@ -152,9 +156,7 @@ class CallerConnection:
     def tcp(self) -> socket.socket | None:
         """The socket, if there is a TCP connection now."""
         stream = self._stream
-        if stream is None or self.schedule.state == BROKEN:
-            return None
-        return stream.tcp
+        return None if stream is None or self.is_broken else stream.tcp
 
     def break_off(self, reason: str) -> None:
         """End the connection; its calls wait for ``fail``."""
@@ -242,8 +244,7 @@ class CallerConnection:
             stream.close()
             return
         for call in calls:
-            frame = call.frame
-            if frame is not None and stream.send(call.id, frame):
+            if (frame := call.frame) is not None and stream.send(call.id, frame):
                 call.frame = None
         self._release_reader()
 

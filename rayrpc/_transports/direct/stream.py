@@ -190,6 +190,8 @@ class Stream:
             True if it was written; else it may be, or will be.
         """
         head = b"" if frame is None else frame.pack()
+        if frame is not None and frame.forks:
+            frame.begin_to_send()
         if frame is None or not frame.buffers:
             return self._send_queue.send(call_id, message_parts(call_id, head, []), more)
         views = [flat(buffer) for buffer in frame.buffers]

@@ -47,7 +47,7 @@ class _NoRRefs:
             "group of its owner. Send its value."
         )
 
-    share = lend = borrow = unshare = receive = discard = _refuse
+    share = lend = borrow = unshare = release_later = receive = discard = _refuse
 
 
 _codec = Codec(_NoRRefs())

@@ -10,7 +10,7 @@ import targets
 import torch
 
 from rayrpc._protocol.ids import GloballyUniqueId
-from rayrpc._protocol.messages import Fork
+from rayrpc._protocol.messages import Fork, Frame, Kind
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc.errors import FunctionNotFoundError, SerializationError
 from rayrpc.rref import RRef
@@ -23,11 +23,11 @@ class FakeSharer:
         self.log = []
         self.count = 0
 
-    def share(self, rref, to):
+    def share(self, rref, to, into):
         self.count += 1
         fork_id = GloballyUniqueId(0, self.count)
         self.log.append(("share", to))
-        return Fork(fork_id, fork_id, 0, 0)
+        into.append(Fork(fork_id, fork_id, 0, 0))
 
     def lend(self, rref, to):
         return GloballyUniqueId(5, 6) if to == 9 else None
@@ -37,6 +37,9 @@ class FakeSharer:
 
     def unshare(self, fork):
         self.log.append("unshare")
+
+    def release_later(self, fork):
+        self.log.append("release later")
 
     def receive(self, fork):
         self.log.append("receive")
@@ -179,6 +182,32 @@ class TestRRefs:
     def test_replies_and_rrefs_of_other_owners_are_not_lent(self, codec, sharer, to, lends):
         payload = codec.encode(make_rref(), to, True, lends=lends)
         assert len(payload.forks) == 1 and not payload.lent
+
+    def test_those_of_a_request_that_is_not_sent_are_released(self, codec, sharer):
+        payload = codec.encode([make_rref(), make_rref()], 7, True, lends=True)
+        del payload
+        assert sharer.log[2:] == ["release later"] * 2
+        for lends in (True, False):
+            sharer.log.clear()
+            frame = Frame(Kind.CALL, 1, 2, forks=codec.encode(make_rref(), 7, True, lends=lends)[2])
+            frame.begin_to_send()
+            assert Frame.unpack(frame.pack()).forks == frame.forks
+            del frame
+            assert sharer.log == [("share", 7)]
+
+    def test_those_whose_receiving_is_interrupted_are_released(self, codec, sharer):
+        payload = codec.encode([make_rref(), make_rref()], 7, True)
+        receive = sharer.receive
+
+        def interrupted(fork):
+            receive(fork)
+            raise KeyboardInterrupt
+
+        sharer.receive = interrupted
+        sharer.log.clear()
+        with pytest.raises(KeyboardInterrupt):
+            codec.decode(payload.data, [], payload.forks)
+        assert sharer.log == ["receive", "discard", "discard"]
 
     def test_outside_of_a_call_they_cannot_be_pickled(self):
         import pickle

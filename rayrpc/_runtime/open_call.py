@@ -1,0 +1,103 @@
+"""A call under way, as its caller keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayrpc._concurrency.outcome import Error, Outcome
+from rayrpc._concurrency.reader import is_reader
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Member
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._runtime.hooks import OutgoingCall
+
+__all__ = ["OpenCall", "Request"]
+
+Done = Callable[[Outcome[Any]], object]
+
+
+class Completer(Protocol):
+    """Completes calls; the ``Caller``."""
+
+    threads: ThreadCache
+
+    def finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
+        """Complete a call with the outcome of its transport."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A call on its way; it does not hold the frame, whose buffers may be large.
+
+    Args:
+        to: the callee.
+        id: of the call.
+        timeout: in seconds; None: none.
+        lent: handles that must live until the reply is there.
+        call: what hooks know of it; None if no hook takes part.
+        keeps_type: an error is raised by ``to_here``; see ``remote_errors``.
+    """
+
+    to: Member
+    id: int
+    timeout: float | None
+    lent: tuple[Any, ...] = ()
+    call: OutgoingCall | None = None
+    keeps_type: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenCall:
+    """A call that completes by callback.
+
+    Args:
+        caller: made it.
+        request: its request.
+        done: takes the outcome, once.
+        on_created: for ``remote``: called when the owner has answered, in time or late.
+    """
+
+    caller: Completer
+    request: Request
+    done: Done
+    on_created: Callable[[], None] | None = None
+    has_outcome: bool = False  # ``finish`` follows
+    finishers: list[object] = field(default_factory=list)  # the first one finishes
+    _ends: list[bool] = field(default_factory=list)  # the first one counts
+
+    def end(self, by_reply: bool) -> bool:
+        """End it by its reply, or without; return False if it has ended in the other way.
+
+        It may be called again: an interrupt may come between the end and what follows.
+        """
+        self._ends.append(by_reply)
+        return self._ends[0] == by_reply
+
+    @property
+    def has_failed(self) -> bool:
+        """Tell whether it has ended without its reply."""
+        return bool(self._ends) and not self._ends[0]
+
+    def on_reply(self, outcome: Outcome[Frame]) -> None:
+        """Take the outcome from a thread of the transport."""
+        self.has_outcome = True
+        if self.is_cheap(outcome) or is_reader():
+            self.caller.finish(self, outcome)
+        else:
+            self.caller.threads.submit(lambda: self.caller.finish(self, outcome))
+
+    def is_cheap(self, outcome: Outcome[Frame]) -> bool:
+        """Tell whether any thread may finish it, also one that an interrupt may strike.
+
+        The reply to ``remote`` has nothing to decode, and no user's code waits for it.
+        """
+        return self.on_created is not None and not _may_run_users_code(outcome)
+
+
+def _may_run_users_code(outcome: Outcome[Frame]) -> bool:
+    if isinstance(outcome, Error):
+        return False
+    reply = outcome.value
+    return reply.kind is not Kind.VALUE or bool(reply.control)
