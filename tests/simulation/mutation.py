@@ -22,12 +22,14 @@ class Mutation(NamedTuple):
         module (str): where, in ``rayrpc``.
         old (str): the text that is replaced; it occurs once.
         new (str): the text instead.
+        more (tuple): further pairs of such texts.
     """
 
     name: str
     module: str
     old: str
     new: str
+    more: tuple[tuple[str, str], ...] = ()
 
 
 @contextlib.contextmanager
@@ -35,11 +37,13 @@ def mutated(mutation: Mutation) -> Iterator[None]:
     """Have the functions of a module run the changed code; no object is made anew."""
     module = importlib.import_module(f"rayrpc.{mutation.module}")
     source = inspect.getsource(module)
-    assert source.count(mutation.old) == 1, f"{mutation.name}: the text is there not once"
-    assert mutation.new.count("\n") <= mutation.old.count("\n"), "too many lines"
-    # lines stay where they are: failures name them
-    new = mutation.new + "\n" * (mutation.old.count("\n") - mutation.new.count("\n"))
-    changed = dict(_codes(compile(source.replace(mutation.old, new), str(module.__file__), "exec")))
+    mutant = source
+    for old, new in ((mutation.old, mutation.new), *mutation.more):
+        assert mutant.count(old) == 1, f"{mutation.name}: the text is there not once"
+        left = old.count("\n") - new.count("\n")
+        assert left >= 0, "too many lines"
+        mutant = mutant.replace(old, new + "\n" * left)  # lines stay: failures name them
+    changed = dict(_codes(compile(mutant, str(module.__file__), "exec")))
     before = [
         (function, function.__code__)
         for function in functions_of(module)

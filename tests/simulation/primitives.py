@@ -31,10 +31,15 @@ __all__ = [
 
 
 class Lock:
-    """A lock; any thread may release it."""
+    """A lock; any thread may release it.
 
-    def __init__(self) -> None:
+    Args:
+        may_collect (bool): garbage may be collected as soon as it is held.
+    """
+
+    def __init__(self, may_collect: bool = True) -> None:
         self._is_held = False
+        self._may_collect = may_collect
         #: that acquired it by ``with``; other locks are held to be waited for
         self._holder: SimulatedThread | None = None
         self._name = _place()
@@ -50,6 +55,8 @@ class Lock:
             if not scheduler.step(f"waits for {self._name}", self._is_free, seconds):
                 return False
         self._is_held = True
+        if self._may_collect:
+            scheduler.collect_by_chance()
         return True
 
     def release(self) -> None:
@@ -81,7 +88,7 @@ class RLock:
     """A lock that its owner may acquire again."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = Lock(may_collect=False)
         self._owner: SimulatedThread | None = None
         self._count = 0
 
@@ -92,6 +99,7 @@ class RLock:
                 return False
             self._owner = me
         self._count += 1
+        current().collect_by_chance()
         return True
 
     def release(self) -> None:

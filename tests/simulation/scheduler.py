@@ -134,6 +134,8 @@ class SimulatedThread:
         self.may_be_interrupted = False
         #: ... and after so many more of the points at which Python looks for it; 0: not
         self.interrupt_after = 0
+        #: the handler of that signal; None: KeyboardInterrupt is raised
+        self.handler: Callable[[], None] | None = None
         #: random choices that do not depend on what other threads do
         self.random = random.Random(f"{scheduler.seed} {key}")
         self.children = 0
@@ -233,6 +235,10 @@ class Scheduler:
         self.chance_of_interrupts = 0.0
         #: of each start of a thread to fail
         self.chance_of_failed_starts = 0.0
+        #: of the garbage collector to run ``finalizer`` in a thread that has just acquired a lock,
+        #: or is about to wait
+        self.chance_of_finalizers = 0.0
+        self.finalizer: Callable[[], None] = _nothing
         #: sockets that listen, by address
         self.listeners: dict[Any, Any] = {}
         self._strategy = strategy
@@ -244,6 +250,7 @@ class Scheduler:
         self._living: list[SimulatedThread] = []
         self._finished = threading.Event()
         self._is_deciding = False
+        self._is_collecting = False
 
     @property
     def current(self) -> SimulatedThread:
@@ -349,6 +356,7 @@ class Scheduler:
 
     def interrupt_by_chance(self) -> None:
         """Raise KeyboardInterrupt, sometimes, in a thread that may be interrupted."""
+        self.collect_by_chance()
         if self.current.may_be_interrupted:
             self.raise_by_chance(self.chance_of_interrupts, KeyboardInterrupt)
 
@@ -360,14 +368,29 @@ class Scheduler:
             self._note(me, f"raises {error.__name__}")
             raise error("injected")
 
-    def interrupt_after(self, points: int) -> None:
-        """Raise KeyboardInterrupt in this thread, in the code that is simulated.
+    def collect_by_chance(self) -> None:
+        """Run the finalizer in this thread, sometimes; at any time one thread collects."""
+        me = self.current
+        chance = self.chance_of_finalizers
+        if not chance or self.is_over or self._is_deciding or self._is_collecting:
+            return
+        if me.random.random() < chance:
+            self._is_collecting = True
+            self._note(me, "collects garbage")
+            with contextlib.suppress(KeyboardInterrupt):  # Python prints it
+                self.finalizer()
+            self._is_collecting = False
+
+    def interrupt_after(self, points: int, handler: Callable[[], None] | None = None) -> None:
+        """Have a signal interrupt this thread, in the code that is simulated.
 
         Args:
             points: after so many of the points at which Python runs the handlers of signals: the
                 begin of a function, the return of a call, a jump back.
+            handler: of the signal; None: KeyboardInterrupt is raised.
         """
         self.current.interrupt_after = points
+        self.current.handler = handler
         self.trace_lines()
 
     def fail(self, summary: str, details: str) -> None:
@@ -436,7 +459,7 @@ class Scheduler:
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in SIMULATED_FILES or self.is_over:
             return None
-        if not self._is_deciding and self.current.interrupt_after:
+        if not self._is_deciding and self.current.interrupt_after and not _is_finalizing(frame):
             frame.f_trace_opcodes = True
         return self._trace_line
 
@@ -452,9 +475,14 @@ class Scheduler:
     def _count_point(self, me: SimulatedThread, frame: FrameType) -> None:
         if frame.f_lasti in _signal_points(frame.f_code):
             me.interrupt_after -= 1
-            if not me.interrupt_after:
-                self._note(me, f"raises KeyboardInterrupt, {frame.f_code.co_name}:{frame.f_lineno}")
+            if me.interrupt_after:
+                return
+            where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+            if me.handler is None:
+                self._note(me, f"raises KeyboardInterrupt, {where}")
                 raise KeyboardInterrupt("injected")  # which ends the tracing, too
+            self._note(me, f"runs a handler of signals, {where}")
+            me.handler()
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -517,6 +545,15 @@ class _Log(logging.Handler):
             self._scheduler.fail(_summary(error), f"{record.getMessage()}\n{text}")
 
 
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Tell whether a frame is of a finalizer, whose exceptions Python prints and ignores."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @functools.cache
 def _signal_points(code: CodeType) -> frozenset[int]:
     """Return the instructions before which Python runs the handlers of signals."""
@@ -552,13 +589,14 @@ def _on_one_processor() -> Iterator[None]:
 
 
 def _summary(error: BaseException) -> str:
-    """Return an error's type, text, and the line of the program that raised it."""
+    """Return an error's type, its first line, and the line of the program that raised it."""
     where = ""
     for entry in reversed(traceback.extract_tb(error.__traceback__)):
         if not entry.filename.endswith(_OWN_FILES):
             where = f" ({'/'.join(entry.filename.split('/')[-2:])}:{entry.lineno})"
             break
-    return f"{type(error).__name__}: {error}{where}"
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}{where}"
 
 
 _current: Scheduler | None = None

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from simulation.mutation import Mutation, mutated
 from simulation.replacing import simulated
@@ -43,7 +44,7 @@ def first_failure(name: str, seeds: range, mutation: Mutation | None = None) -> 
     return done.stdout
 
 
-def _show(name: str, start: int, stop: int, fault: tuple[str, str, str, str] | None) -> None:
+def _show(name: str, start: int, stop: int, fault: tuple[Any, ...] | None) -> None:
     mutation = contextlib.nullcontext() if fault is None else mutated(Mutation(*fault))
     with simulated(), mutation:
         for seed in range(start, stop):

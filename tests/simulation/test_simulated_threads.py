@@ -234,6 +234,51 @@ class TestFailures:
         assert ["[0, 1]"] in found and ["[0, 1, 2]"] in found and ["[0, 1, 2, 2]"] in found
         assert [] in found, "some are too late"
 
+    def test_a_handler_of_signals_runs_at_such_a_point_and_the_thread_goes_on(
+        self, this_code_is_simulated
+    ):
+        def work(done):
+            done.append(1)
+            done.append(2)
+
+        def handled_after(points):
+            done = []
+
+            def main():
+                current().interrupt_after(points, lambda: done.append("handler"))
+                work(done)
+
+            assert simulate(main)[1] is None
+            return done
+
+        found = [handled_after(points) for points in range(1, 10)]
+        assert [1, "handler", 2] in found and [1, 2] in found
+
+    def test_the_garbage_collector_runs_finalizers_under_locks_one_at_a_time(self):
+        def main():
+            lock, others, running = primitives.RLock(), primitives.Lock(), []
+
+            def finalize():
+                assert not running
+                running.append(1)
+                with others:
+                    primitives.sleep(0.1)
+                running.clear()
+                found.add(lock._is_owned())
+
+            current().finalizer, current().chance_of_finalizers = finalize, 0.2
+
+            def work():
+                with lock:
+                    pass
+                primitives.Event().wait(0.1)
+
+            finish(work, work)
+
+        found: set[bool] = set()
+        assert failures_of(main) == []
+        assert found == {True, False}
+
 
 class Racing:
     """A scenario with a race between the first thread that is there and any other one."""

@@ -80,6 +80,7 @@ class Worker:
         self.is_dead = True
         self.transport.close()
         self.directory.die("killed by the scenario")
+        self.agent.caller.close()  # its own users end with it
 
 
 def start_workers(count: int, slots: int = 16) -> list[Worker]:
@@ -111,7 +112,7 @@ def wait(future: Any) -> Any:
     """Return the value of a torch Future, whose own ``wait`` is not simulated."""
     done: list[bool] = []
     future.add_done_callback(lambda _: done.append(True))
-    assert current().step("waits for a Future", lambda: bool(done), CALL_SECONDS), "no reply"
+    assert current().step("waits for a Future", lambda: bool(done), 2 * CALL_SECONDS), "no reply"
     return future.value()
 
 

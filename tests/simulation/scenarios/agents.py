@@ -1,8 +1,8 @@
 """Whole workers in one process: agents that call one another over simulated connections.
 
-Promised: each call ends once, with its own value, or, if its callee has died, with an error that
-says so; what is called with ``remote`` is fetched; graceful shutdown waits for all calls, leaks no
-RRef, and ends all threads.
+Promised: each call ends once, with its own value, or, where something goes wrong, with an error;
+what is called with ``remote`` is fetched; graceful shutdown waits for all calls, leaks no RRef, and
+ends all threads.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from simulation.faults import ERRORS, Faults
+from simulation.groups import GroupRun, Program, User, smaller
 from simulation.primitives import Thread, sleep
 from simulation.scenario import some_of
 from simulation.scheduler import Scheduler, current
-from simulation.workers import WORKERS, Worker, shut_down, start_workers, wait
+from simulation.workers import WORKERS, Worker, shut_down, wait
 from torch.futures import Future
 
-from rayrpc.errors import CallError
 from rayrpc.functions import async_execution
 
 __all__ = ["Agents"]
@@ -50,31 +51,6 @@ class Call:
     is_large: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class User:
-    """A thread of a worker, which makes calls."""
-
-    worker: int
-    calls: tuple[Call, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What happens in a group.
-
-    Args:
-        workers: how many.
-        users: threads that call.
-        slots: how many functions a worker runs at a time.
-        dies: a worker that dies, and when; None: none.
-    """
-
-    workers: int
-    users: tuple[User, ...]
-    slots: int = 16
-    dies: tuple[int, float] | None = None
-
-
 class Agents:
     """The scenario; see the module."""
 
@@ -100,23 +76,13 @@ class Agents:
         dies = None
         if workers > 1 and rng.random() < 0.2:
             dies = rng.randrange(workers), rng.random() ** 3 * 0.05
-        return Program(workers, users, slots, dies)
+        faults = Faults.some(rng, workers, dies)
+        if faults.finalizers:  # a finalizer may call its own worker, and wait
+            slots = 16
+        return Program(workers, users, faults, slots)
 
     def smaller(self, program: Program) -> Iterator[Program]:
-        if program.dies is not None:
-            yield dataclasses.replace(program, dies=None)
-        for index, user in enumerate(program.users):
-            before, after = program.users[:index], program.users[index + 1 :]
-            if before or after:
-                yield dataclasses.replace(program, users=before + after)
-            for number, call in enumerate(user.calls):
-                calls = user.calls[:number], user.calls[number + 1 :]
-                if any(calls):
-                    less = dataclasses.replace(user, calls=calls[0] + calls[1])
-                    yield dataclasses.replace(program, users=(*before, less, *after))
-                for simpler in _simpler(call):
-                    less = dataclasses.replace(user, calls=(*calls[0], simpler, *calls[1]))
-                    yield dataclasses.replace(program, users=(*before, less, *after))
+        return smaller(program, _simpler)
 
     def run(self, program: Program, scheduler: Scheduler) -> None:
         _Run(program, scheduler).run()
@@ -131,39 +97,27 @@ def _simpler(call: Call) -> Iterator[Call]:
         yield Call(call.how, QUICK, call.path[:1], call.is_large)
 
 
-class _Run:
+class _Run(GroupRun):
     def __init__(self, program: Program, scheduler: Scheduler) -> None:
-        self.program = program
-        self.scheduler = scheduler
+        super().__init__(program, scheduler, quick)
         self.ended: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def run(self) -> None:
-        program = self.program
-        start_workers(program.workers, program.slots)
-        users = [
-            Thread(target=self.use, name=f"user {index}", args=(index, user))
-            for index, user in enumerate(program.users)
-        ]
-        if program.dies is not None:
-            number, after = program.dies
-            Thread(target=self.kill, name="killer", args=(number, after)).start()
-        for thread in users:
-            thread.start()
-        for thread in users:
-            thread.join()
-        expected = sum(len(user.calls) for user in program.users)
+        super().run()
+        expected = sum(len(user.steps) for user in self.program.users)
         assert sum(self.ended.values()) == len(self.ended) == expected, f"ended: {self.ended}"
-        self.shut_down()
+        shut_down(self.leave)
 
     def use(self, index: int, user: User) -> None:
         """Make the calls of a thread, and then wait for those that are asynchronous."""
         worker = WORKERS[user.worker]
         waits = []
-        for number, call in enumerate(user.calls):
+        for number, call in enumerate(user.steps):
             sent = f"{index}.{number}" + "x" * (LARGE_BYTES * call.is_large)
             try:
-                value = start(worker, call, sent)
-            except (CallError, RuntimeError) as exc:
+                with self.injector.strike(not index):
+                    value = start(worker, call, sent)
+            except (*ERRORS, KeyboardInterrupt) as exc:
                 self.end(index, number, exc)
                 continue
             if call.how == SYNC:
@@ -175,8 +129,9 @@ class _Run:
 
     def wait(self, index: int, number: int, value: Any, sent: str) -> None:
         try:
-            got = value()
-        except (CallError, RuntimeError) as exc:
+            with self.injector.strike(not index):
+                got = value()
+        except (*ERRORS, KeyboardInterrupt) as exc:
             self.end(index, number, exc)
         else:
             assert got == sent, f"call {index}.{number} has the value {got[:20]!r}"
@@ -184,28 +139,17 @@ class _Run:
 
     def end(self, index: int, number: int, error: BaseException) -> None:
         self.ended[index, number] += 1
-        if self.program.dies is None:
+        if not self.faults.may_lose:
             raise AssertionError(f"call {index}.{number} failed: {error}") from error
 
-    def kill(self, number: int, after: float) -> None:
-        sleep(after)
-        WORKERS[number].die()
-
-    def shut_down(self) -> None:
-        dies = self.program.dies
-        if dies is not None:
-            current().step("waits for the death", lambda: WORKERS[dies[0]].is_dead, 10.0)
-
-        def leave(worker: Worker) -> None:
-            if not worker.is_dead:
+    def leave(self, worker: Worker) -> None:
+        if not worker.is_dead:
+            worker.agent.join()
+            if self.faults.dies is None:
+                assert worker.agent.rrefs.delete_all(30.0)
                 worker.agent.join()
-                if dies is None:
-                    assert worker.agent.rrefs.delete_all(30.0)
-                    worker.agent.join()
-                    worker.agent.rrefs.check_leaks()
-            worker.agent.shutdown()
-
-        shut_down(leave)
+                worker.agent.rrefs.check_leaks()
+        worker.agent.shutdown()
 
 
 # -- what is called ---------------------------------------------------------------------------

@@ -14,11 +14,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from simulation.primitives import Thread, sleep
+from simulation.faults import ERRORS, Faults
+from simulation.groups import GroupRun, Program, User, smaller
 from simulation.scheduler import Scheduler, current
-from simulation.workers import WORKERS, Worker, shut_down, start_workers, wait
-
-from rayrpc.errors import CallError
+from simulation.workers import WORKERS, Worker, shut_down, wait
 
 __all__ = ["RRefs"]
 
@@ -49,23 +48,6 @@ class Step:
     index: int
 
 
-@dataclasses.dataclass(frozen=True)
-class User:
-    """A thread of a worker."""
-
-    worker: int
-    steps: tuple[Step, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What happens in a group; see ``agents.Program``."""
-
-    workers: int
-    users: tuple[User, ...]
-    dies: tuple[int, float] | None = None
-
-
 class RRefs:
     """The scenario; see the module."""
 
@@ -89,23 +71,13 @@ class RRefs:
             for _ in range(rng.randint(1, 3))
         )
         dies = (rng.randrange(workers), rng.random() ** 2 * 0.05) if rng.random() < 0.2 else None
-        return Program(workers, users, dies)
+        return Program(workers, users, Faults.some(rng, workers, dies))
 
     def smaller(self, program: Program) -> Iterator[Program]:
-        if program.dies is not None:
-            yield dataclasses.replace(program, dies=None)
-        for index, user in enumerate(program.users):
-            before, after = program.users[:index], program.users[index + 1 :]
-            if before or after:
-                yield dataclasses.replace(program, users=before + after)
-            for number in range(len(user.steps)):
-                less = dataclasses.replace(
-                    user, steps=user.steps[:number] + user.steps[number + 1 :]
-                )
-                yield dataclasses.replace(program, users=(*before, less, *after))
+        return smaller(program)
 
     def run(self, program: Program, scheduler: Scheduler) -> None:
-        _Run(program).run()
+        _Run(program, scheduler).run()
 
 
 class Kept:
@@ -128,46 +100,27 @@ _alive: weakref.WeakSet[Kept] = weakref.WeakSet()
 _stores: dict[int, list[Any]] = {}
 
 
-class _Run:
-    def __init__(self, program: Program) -> None:
-        self.program = program
+class _Run(GroupRun):
+    def __init__(self, program: Program, scheduler: Scheduler) -> None:
+        super().__init__(program, scheduler, echo)
         self.made = 0
 
     def run(self) -> None:
-        program = self.program
         _stores.clear()
         _alive.clear()
-        start_workers(program.workers)
-        users = [
-            Thread(target=self.use, name=f"user {index}", args=(user,))
-            for index, user in enumerate(program.users)
-        ]
-        dies = program.dies
-        if dies is not None:
-
-            def kill() -> None:
-                sleep(dies[1])
-                WORKERS[dies[0]].die()
-
-            Thread(target=kill, name="killer").start()
-        for thread in users:
-            thread.start()
-        for thread in users:
-            thread.join()
-        if dies is not None:
-            current().step("waits for the death", lambda: WORKERS[dies[0]].is_dead, 10.0)
+        super().run()
         self.check()
         shut_down(lambda worker: worker.agent.shutdown())
 
-    def use(self, user: User) -> None:
-        """Do the steps of a thread."""
+    def use(self, index: int, user: User) -> None:
         worker = WORKERS[user.worker]
         handles: list[tuple[int, Any]] = []
         for step in user.steps:
             try:
-                self.do(worker, step, handles)
-            except (CallError, RuntimeError) as exc:
-                if self.program.dies is None:
+                with self.injector.strike(not index):
+                    self.do(worker, step, handles)
+            except (*ERRORS, KeyboardInterrupt) as exc:
+                if not self.faults.may_lose:
                     raise AssertionError(f"{step} failed: {exc}") from exc
 
     def do(self, worker: Worker, step: Step, handles: list[tuple[int, Any]]) -> None:
@@ -196,7 +149,7 @@ class _Run:
         """Check that values live as long as their handles."""
         living = [worker for worker in WORKERS if not worker.is_dead]
         for worker in living:
-            if self.program.dies is None:
+            if self.faults.dies is None:
                 for rref in _stores.get(WORKERS.index(worker), []):
                     rref.to_here()
         rref = None
@@ -208,15 +161,23 @@ class _Run:
             _stores.clear()  # calls of a worker that died meanwhile may arrive yet
             return all(not (t.owned or t.used) and t.is_settled() for t in tables)
 
-        assert current().step("waits for deletions", is_settled, SETTLE_SECONDS), [
-            (worker.name, worker.agent.rrefs._leaks()) for worker in living
-        ]
-        if self.program.dies is None:
+        assert current().step("waits for deletions", is_settled, SETTLE_SECONDS), (
+            f"entries are left:\n{[(each.name, each.agent.rrefs._leaks()) for each in living]}"
+        )
+        if self.faults.dies is None:
             is_empty = current().step("waits for values", lambda: not _alive, SETTLE_SECONDS)
+            if not is_empty:
+                gc.collect()  # an interrupt may leave cycles
+                is_empty = not _alive
             assert is_empty, f"values are alive that have no RRef: {len(_alive)}"
 
 
 # -- what is called ---------------------------------------------------------------------------
+
+
+def echo(me: int, path: object, value: Any) -> Any:
+    """Return the value."""
+    return value
 
 
 def make(me: int, number: int) -> Kept:
