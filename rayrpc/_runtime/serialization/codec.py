@@ -340,17 +340,15 @@ class Codec:
             pickler(file, protocol=5, buffer_callback=encoding.buffers.append).dump(obj)
             if file.tell() > MAX_PICKLE:
                 raise _too_large(file.tell())
+            forks = tuple(encoding.forks)
+            if forks and lends:  # a request
+                forks = SharedForks.of(forks, self._sharer.release_later)
         except BaseException:
             for fork in encoding.forks:
                 self._sharer.unshare(fork)
             raise
         finally:
             _session.encoding = outer
-        forks: tuple[Fork, ...] = ()
-        if encoding.forks:
-            forks = tuple(encoding.forks)
-            if lends:  # a request
-                forks = SharedForks.of(forks, self._sharer.release_later)
         return Payload(file.getvalue(), encoding.buffers, forks, tuple(encoding.lent))
 
     def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:

@@ -161,11 +161,15 @@ class _Run(GroupRun):
             _stores.clear()  # calls of a worker that died meanwhile may arrive yet
             return all(not (t.owned or t.used) and t.is_settled() for t in tables)
 
+        def are_gone() -> bool:
+            _stores.clear()
+            return not _alive
+
         assert current().step("waits for deletions", is_settled, SETTLE_SECONDS), (
             f"entries are left:\n{[(each.name, each.agent.rrefs._leaks()) for each in living]}"
         )
         if self.faults.dies is None:
-            is_empty = current().step("waits for values", lambda: not _alive, SETTLE_SECONDS)
+            is_empty = current().step("waits for values", are_gone, SETTLE_SECONDS)
             if not is_empty:
                 gc.collect()  # an interrupt may leave cycles
                 is_empty = not _alive
