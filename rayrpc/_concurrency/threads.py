@@ -75,8 +75,8 @@ class ThreadCache:
         with self._changed:
             if self._watchdog is None:
                 self._start_watchdog()
-            self._tasks.append(task)
             try:
+                self._tasks.append(task)
                 if self._idle >= len(self._tasks):
                     self._changed.notify()
                     return
