@@ -277,6 +277,14 @@ class RemoteModule(nn.Module):
             setattr(compilable, method.__name__, types.MethodType(call, compilable))
         return compilable
 
+    def __getattr__(self, name: str) -> Any:
+        if "_modules" not in vars(self):  # it was sent here
+            sent = dict(vars(self))
+            nn.Module.__init__(self)
+            vars(self).update(sent)
+            return getattr(self, name)
+        return super().__getattr__(name)
+
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "
@@ -329,8 +337,7 @@ def _reduce(module: RemoteModule) -> Any:
 
 
 def _rebuild(*sent: Any) -> RemoteModule:
-    module = RemoteModule.__new__(RemoteModule)
-    nn.Module.__init__(module)
+    module = RemoteModule.__new__(RemoteModule)  # without ``nn.Module``'s attributes, as torch's
     module.__dict__.update(zip(_PICKLED, sent, strict=True))
     _install_methods(module)
     return module

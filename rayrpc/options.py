@@ -40,12 +40,13 @@ DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
 
-def to_seconds(value: Any, name: str = "timeout") -> float:
+def to_seconds(value: Any, name: str = "timeout", of: str = "function") -> float:
     """Return a timeout of any real type as a float, as torch takes them.
 
     Args:
         value: a number, a numpy or torch scalar, a Fraction, ...
         name: what it is, for the error.
+        of: what takes it, a ``function`` or a ``constructor``, for torch's text.
 
     Raises:
         TypeError: it is no real number.
@@ -59,12 +60,12 @@ def to_seconds(value: Any, name: str = "timeout") -> float:
     except (TypeError, ValueError, RuntimeError):
         pass  # a tensor of several elements, ...
     raise TypeError(
-        f"incompatible function arguments: {name} must be a number of seconds, got {value!r}"
+        f"incompatible {of} arguments: {name} must be a number of seconds, got {value!r}"
     )
 
 
-def _check_timeout(value: Any) -> float:
-    seconds = to_seconds(value, "rpc_timeout")
+def _check_timeout(value: Any, of: str) -> float:
+    seconds = to_seconds(value, "rpc_timeout", of)
     if not seconds >= 0:
         raise ConfigError(
             f"rpc_timeout must be non-negative: a number of seconds, or 0 for none; got {value}"
@@ -92,7 +93,7 @@ class RpcBackendOptions:
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
     ) -> None:
-        self.rpc_timeout = rpc_timeout
+        self._rpc_timeout = _check_timeout(rpc_timeout, "constructor")
         self.init_method = init_method
 
     @property
@@ -115,7 +116,7 @@ class RpcBackendOptions:
 
     @rpc_timeout.setter
     def rpc_timeout(self, value: float) -> None:
-        self._rpc_timeout = _check_timeout(value)
+        self._rpc_timeout = _check_timeout(value, "function")
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

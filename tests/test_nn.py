@@ -76,6 +76,19 @@ def test_it_can_be_sent_and_made_again_of_its_rref(module):
         pickle.dumps(module)
 
 
+def attributes_before_and_after_a_call(module, x):
+    before = list(vars(module))
+    return before, module(x), set(vars(module)) > set(before)
+
+
+def test_one_that_was_sent_has_torchs_attributes_and_can_be_called(module):
+    before, value, has_more = rpc.rpc_sync(
+        "bob", attributes_before_and_after_a_call, args=(module, torch.ones(1))
+    )
+    assert before == [*nn._REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
+    assert value.item() == 4.0 and has_more
+
+
 def test_train_and_eval_reach_the_module(module):
     for mode, call_it in ((False, module.eval), (True, module.train)):
         assert call_it() is module

@@ -71,8 +71,10 @@ def test_the_timeout_can_be_set_later():
 
 @pytest.mark.parametrize("timeout", ["1", None, [1]])
 def test_a_timeout_is_a_number(timeout):
-    with pytest.raises(TypeError, match="incompatible function arguments"):
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
         RpcBackendOptions(rpc_timeout=timeout)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        RpcBackendOptions().rpc_timeout = timeout
 
 
 def test_a_timeout_is_not_negative():

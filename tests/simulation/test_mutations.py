@@ -180,8 +180,73 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
+# ... and those that the scenarios of whole workers find.
+MUTATIONS_OF_GROUPS = [
+    (
+        "agents",
+        Mutation(
+            "a finalizer calls where its thread is interrupted",
+            "_runtime.interrupting_calls",
+            "    frame: FrameType | None = sys._getframe(1)",
+            "    return False",
+        ),
+    ),
+    (
+        "agents",
+        Mutation(
+            "a task that an interrupt leaves just queued is not announced",
+            "_concurrency.threads",
+            "            except BaseException:  # an interrupt: the watchdog sees to the task\n"
+            "                self._is_watching.set()\n",
+            "            except BaseException:  # an interrupt: the watchdog sees to the task\n",
+        ),
+    ),
+    (
+        "rrefs",
+        Mutation(
+            "a remote call that arrives after its deletion is counted",
+            "_protocol.rref_table",
+            "        if fork_id in self._cancelled:",
+            "        if False and fork_id in self._cancelled:",
+        ),
+    ),
+    (
+        "rrefs",
+        Mutation(
+            "the forks of a request that is not sent are counted",
+            "_runtime.serialization.codec",
+            "            if forks and lends:  # a request",
+            "            if False and lends:  # a request",
+        ),
+    ),
+    (
+        "rrefs",
+        Mutation(
+            "a call that was interrupted as it was finished stays open",
+            "_runtime.caller",
+            "            call.finishers.clear()",
+            "            pass",
+        ),
+    ),
+    (
+        "rrefs",
+        Mutation(
+            "a call is returned under a lock",
+            "_runtime.rrefs.context",
+            "                result = self._make_handle(rref_id, None, owner, cell)\n"
+            "                return result",
+            "                return self._make_handle(rref_id, None, owner, cell)\n",
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "mutation"),
+    [*(("connection", mutation) for mutation in MUTATIONS), *MUTATIONS_OF_GROUPS],
+    ids=lambda each: each.name if isinstance(each, Mutation) else each,
+)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_simulation_finds_a_fault(mutation):
-    assert first_failure("connection", range(MOST_SEEDS), mutation), "no seed finds it"
+def test_the_simulation_finds_a_fault(scenario, mutation):
+    assert first_failure(scenario, range(MOST_SEEDS), mutation), "no seed finds it"
