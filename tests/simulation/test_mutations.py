@@ -192,16 +192,6 @@ MUTATIONS_OF_GROUPS = [
         ),
     ),
     (
-        "agents",
-        Mutation(
-            "a task that an interrupt leaves just queued is not announced",
-            "_concurrency.threads",
-            "            except BaseException:  # an interrupt: the watchdog sees to the task\n"
-            "                self._is_watching.set()\n",
-            "            except BaseException:  # an interrupt: the watchdog sees to the task\n",
-        ),
-    ),
-    (
         "rrefs",
         Mutation(
             "a remote call that arrives after its deletion is counted",
@@ -217,25 +207,6 @@ MUTATIONS_OF_GROUPS = [
             "_runtime.serialization.codec",
             "            if forks and lends:  # a request",
             "            if False and lends:  # a request",
-        ),
-    ),
-    (
-        "rrefs",
-        Mutation(
-            "a call that was interrupted as it was finished stays open",
-            "_runtime.caller",
-            "            call.finishers.clear()",
-            "            pass",
-        ),
-    ),
-    (
-        "rrefs",
-        Mutation(
-            "a call is returned under a lock",
-            "_runtime.rrefs.context",
-            "                result = self._make_handle(rref_id, None, owner, cell)\n"
-            "                return result",
-            "                return self._make_handle(rref_id, None, owner, cell)\n",
         ),
     ),
 ]
