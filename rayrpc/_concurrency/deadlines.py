@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+from rayrpc._concurrency.threads import start_thread
+
 __all__ = ["Deadline", "DeadlineQueue", "DeadlineThread"]
 
 logger = logging.getLogger(__name__)
@@ -155,14 +157,9 @@ class DeadlineThread:
             self._changed.notify()
             self._wakes_at = due  # after that: an interrupt may come between
             return
-        thread = threading.Thread(target=self._run, name="rayrpc-timers", daemon=True)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError) as exc:  # the next call tries again
-            logger.warning("calls do not time out, because no thread starts: %s", exc)
-        else:
+        self._thread = start_thread(self._run, "rayrpc-timers", "calls do not time out")
+        if self._thread is not None:  # else the next call tries again
             self._wakes_at = due
-            self._thread = thread
 
     def _run(self) -> None:
         while True:

@@ -23,6 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from rayrpc._concurrency.threads import start_thread
+
 __all__ = [
     "HANDLING",
     "READING",
@@ -188,7 +190,7 @@ class ReaderRole:
         """
         with self._lock:
             result = self.state != RELEASED and look()
-            return result
+        return result
 
     def release(self, serial: int | None = None) -> None:
         """Hand over, if the thread handles a message.
@@ -235,14 +237,11 @@ class ReaderWatchdog:
         with self._lock:
             self.is_asleep = False
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="rayrpc-watch", daemon=True)
-                try:
-                    thread.start()
-                except (RuntimeError, MemoryError) as exc:
-                    logger.warning("a call may delay others, because no thread starts: %s", exc)
+                otherwise = "a call may delay others"
+                self._thread = start_thread(self._run, "rayrpc-watch", otherwise)
+                if self._thread is None:
                     self.is_asleep = True  # the next message tries again
                     return
-                self._thread = thread
         self._awake.set()
 
     def close(self) -> None:

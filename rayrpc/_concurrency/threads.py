@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Slots", "ThreadCache"]
+__all__ = ["Slots", "ThreadCache", "start_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +17,27 @@ Task = Callable[[], object]
 
 # If no thread takes a queued task for this long, another thread starts.
 STALL_SECONDS = 0.005
+
+
+def start_thread(run: Task, name: str, otherwise: str | None) -> threading.Thread | None:
+    """Start a daemon thread, if the system has one.
+
+    Args:
+        run: its function.
+        name: its name.
+        otherwise: what its lack means, for a warning; None: no warning.
+
+    Returns:
+        None if it could not be started; later it may.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as exc:
+        if otherwise is not None:
+            logger.warning("%s, because no thread starts: %s", otherwise, exc)
+        return None
+    return thread
 
 
 class ThreadCache:
@@ -109,14 +130,10 @@ class ThreadCache:
     def _start(self) -> bool:
         """Start a thread, with the lock held; return False if the system starts none."""
         name = f"{self._name}-{self._started + 1}"
-        try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
-        except (RuntimeError, MemoryError) as exc:
-            if not self._is_short:
-                logger.warning("tasks of %s wait, because no thread starts: %s", self._name, exc)
-            self._is_short = True
+        otherwise = None if self._is_short else f"tasks of {self._name} wait"
+        self._is_short = start_thread(self._run, name, otherwise) is None
+        if self._is_short:
             return False
-        self._is_short = False
         self._count += 1
         self._started += 1
         return True

@@ -10,16 +10,15 @@ Source: tcp(7), ``TCP_INFO``.
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-__all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
+from rayrpc._concurrency.threads import start_thread
 
-logger = logging.getLogger(__name__)
+__all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
 
 CHECKS = 8  # for each peer_timeout
 PROBES = 4
@@ -89,13 +88,9 @@ class SilenceWatch:
         with self._lock:
             if self._is_running or self._closed.is_set():
                 return
-            thread = threading.Thread(target=self._run, name="rayrpc-silence", daemon=True)
-            try:
-                thread.start()
-            except (RuntimeError, MemoryError) as exc:  # the next connection tries again
-                logger.warning("silent hosts are not noticed, because no thread starts: %s", exc)
-            else:
-                self._is_running = True
+            otherwise = "silent hosts are not noticed"  # the next connection tries again
+            thread = start_thread(self._run, "rayrpc-silence", otherwise)
+            self._is_running = thread is not None
 
     def close(self) -> None:
         """End the thread."""
