@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 
 from rayrpc import api
 from rayrpc._autograd.hook import GradContexts
@@ -10,7 +12,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.handle import rref_maker
-from rayrpc._transports.memory import MemoryDirectory, MemoryTransport
+from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
 
 WAIT = 60.0
@@ -70,3 +72,20 @@ class MemoryWorker:
     def is_empty(self):
         table = self.table
         return not (table.owned or table.used or table._children) and table.is_settled()
+
+
+@contextlib.contextmanager
+def memory_group() -> Iterator[Callable[..., MemoryWorker]]:
+    """Yield what starts the workers of one group; they are shut down at the end."""
+    hub = MemoryHub()
+    workers: list[MemoryWorker] = []
+
+    def start(name, *args, **options):
+        workers.append(MemoryWorker(hub, name, *args, **options))
+        return workers[-1]
+
+    try:
+        yield start
+    finally:
+        for worker in workers:
+            worker.agent.shutdown()

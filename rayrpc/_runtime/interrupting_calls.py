@@ -75,9 +75,6 @@ def _on_collection(phase: str, _: object) -> None:
     _collector = threading.get_ident() if phase == "start" else 0
 
 
-gc.callbacks.append(_on_collection)
-
-
 def _is_interrupting() -> bool:
     """Tell whether the caller of this package, which makes a call, interrupts this package."""
     if not _here.calls and _collector != threading.get_ident():
@@ -140,6 +137,8 @@ class InterruptingCalls:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left: dict[Callable[[], None], Any] = {}  # tasks, and their Futures
         self._closed = False
+        if _on_collection not in gc.callbacks:
+            gc.callbacks.append(_on_collection)
         threading.Thread(target=self._run, name="rayrpc-interrupting", daemon=True).start()
 
     def __len__(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import eventually
-from memory_workers import WAIT, MemoryWorker
+from memory_workers import WAIT, MemoryWorker, memory_group
 
 from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._protocol.membership import Change, Member
@@ -39,20 +39,12 @@ from rayrpc.functions import async_execution
 
 @pytest.fixture
 def start():
-    hub = MemoryHub()
-    workers = []
-
-    def start(name, *args, **options):
-        workers.append(MemoryWorker(hub, name, *args, **options))
-        return workers[-1]
-
-    yield start
-    for event in _events.values():
-        event.set()
-    _events.clear()
-    kept.clear()
-    for worker in workers:
-        worker.agent.shutdown()
+    with memory_group() as start:
+        yield start
+        for event in _events.values():
+            event.set()
+        _events.clear()
+        kept.clear()
 
 
 @pytest.fixture

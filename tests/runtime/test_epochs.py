@@ -4,41 +4,37 @@ import pickle
 from typing import Any
 
 import pytest
-from memory_workers import MemoryWorker
+from memory_workers import memory_group
 
 from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._protocol.membership import Change
 from rayrpc._protocol.messages import Frame, Kind, UserDelete
-from rayrpc._transports.memory import MemoryHub
 
 
 @pytest.fixture
-def hub():
-    return MemoryHub()
+def start():
+    with memory_group() as start:
+        yield start
 
 
 @pytest.fixture
-def a(hub):
-    worker = MemoryWorker(hub, "a")
-    yield worker
-    worker.agent.shutdown()
+def a(start):
+    return start("a")
 
 
 @pytest.fixture
-def former(hub, a):
-    worker = MemoryWorker(hub, "b")
+def former(start, a):
+    worker = start("b")
     assert a.sync("b", max, 1, 2) == 2
-    yield worker
-    worker.agent.shutdown()
+    return worker
 
 
 @pytest.fixture
-def successor(hub, former):
+def successor(start, former):
     former.agent.shutdown()
-    worker = MemoryWorker(hub, "b")
+    worker = start("b")
     assert worker.member.id == former.member.id and worker.member.epoch == 1
-    yield worker
-    worker.agent.shutdown()
+    return worker
 
 
 def applied(worker, monkeypatch):
@@ -80,12 +76,11 @@ def test_the_rref_messages_of_its_late_replies_are_dropped(a, former, successor,
     assert messages == [(1, 9, ())]
 
 
-def test_a_successor_may_call_before_the_news_of_it_arrives(hub, a, former):
+def test_a_successor_may_call_before_the_news_of_it_arrives(start, a, former):
     a.directory.close()  # from now on it gets no changes by itself
     former.agent.shutdown()
     a.agent._apply([Change(3, "left", former.member)])
-    successor = MemoryWorker(hub, "b")
+    successor = start("b")
     a.agent._members._fetch = successor.directory.members
     rref = successor.remote("a", max, 1, 2)
     assert rref.to_here() == 2
-    successor.agent.shutdown()

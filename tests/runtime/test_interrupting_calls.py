@@ -2,35 +2,34 @@
 
 import gc
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
 from conftest import eventually
-from memory_workers import WAIT, MemoryWorker
+from memory_workers import WAIT, memory_group
 
-from rayrpc._transports.memory import MemoryHub
+from rayrpc._runtime import interrupting_calls
 from rayrpc.errors import CallError, RpcError
 
 
 @pytest.fixture
-def hub():
-    return MemoryHub()
+def start():
+    with memory_group() as start:
+        yield start
+        ran.clear()
 
 
 @pytest.fixture
-def a(hub):
-    worker = MemoryWorker(hub, "a")
-    yield worker
-    ran.clear()
-    worker.agent.shutdown()
+def a(start):
+    return start("a")
 
 
 @pytest.fixture
-def b(hub, a):
-    worker = MemoryWorker(hub, "b")
-    yield worker
-    worker.agent.shutdown()
+def b(a, start):
+    return start("b")
 
 
 ran: list[Any] = []
@@ -176,8 +175,8 @@ def test_in_a_callback_of_a_future_they_may_wait(a, b):
     assert values == ["inner"]
 
 
-def test_calls_that_are_not_made_before_the_shutdown_fail(hub):
-    worker = MemoryWorker(hub, "w")
+def test_calls_that_are_not_made_before_the_shutdown_fail(start):
+    worker = start("w")
     calls = worker.agent.caller.interrupting
     begun, go_on = threading.Event(), threading.Event()
 
@@ -195,3 +194,13 @@ def test_calls_that_are_not_made_before_the_shutdown_fail(hub):
         with pytest.raises(CallError, match="shut down"):
             future.wait()
     assert len(calls) == 0 and not ran
+
+
+def test_collections_are_followed_once_and_only_when_there_is_a_worker(start):
+    code = "import gc, rayrpc._runtime.caller; print(len(gc.callbacks))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0\n", done.stderr
+    before = len(gc.callbacks)
+    start("a"), start("b")
+    assert len(gc.callbacks) <= before + 1
+    assert gc.callbacks.count(interrupting_calls._on_collection) == 1
