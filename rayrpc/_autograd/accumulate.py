@@ -266,7 +266,7 @@ def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.T
     leaves = [node.variable for node in gradients]
     with _ddp_lock:
         result = _run_claimed(gradients, leaves)
-        return result
+    return result
 
 
 def _run_claimed(

@@ -181,7 +181,7 @@ class DistAutogradContext:
             raise self._error
         with self._lock:
             result = dict(self._gradients)
-            return result
+        return result
 
     # -- passes -----------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class DistAutogradContext:
         with self._lock:
             self.passes[pass_id] = part
             result = self._early.pop(pass_id, {})
-            return result
+        return result
 
     def find_pass(self, pass_id: int, gradients: Gradients) -> PassPart | None:
         """Return the part that gradients are for; if there is none, keep them for its start."""

@@ -144,7 +144,7 @@ class GradGraph:
         """Return the entries whose gradients have not arrived."""
         with self._lock:
             result = set(self._missing)
-            return result
+        return result
 
     # -- stages -----------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from rayrpc._autograd.context import DistAutogradContext, TensorKey
 from rayrpc._autograd.functions import Recorder, attach_received
+from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 ID_BITS = 48  # of a context's number; above these is the id of the worker that opened it
-EPOCH_BITS = 40  # of the number for each worker that had this id
 AUTOGRAD = "autograd"
 # A call may arrive after its context was released, and must not open it again; so many are known.
 MAX_RELEASED = 4096

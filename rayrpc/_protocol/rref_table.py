@@ -436,6 +436,9 @@ class RRefTable:
         if owned is None:
             return []
         owned.forks.pop(fork_id, None)
+        return self._release_if_unused(rref_id, owned)
+
+    def _release_if_unused(self, rref_id: GloballyUniqueId, owned: _Owned) -> list[Effect]:
         if owned.forks or owned.awaits_creation:
             return []
         del self.owned[rref_id]
@@ -461,10 +464,7 @@ class RRefTable:
         if owned is None or not owned.awaits_creation:
             return []
         owned.awaits_creation = False
-        if owned.forks:
-            return []
-        del self.owned[rref_id]
-        return [Released(rref_id, owned.cell)]
+        return self._release_if_unused(rref_id, owned)
 
     def _delete_if_unused(self, fork_id: GloballyUniqueId, entry: _Used) -> None:
         if entry.held or entry.children or entry.state is UserState.PENDING:

@@ -71,7 +71,7 @@ class Callee:
         """
         with self._lock:
             result = sum(count for caller, count in self._active_of.items() if is_member(caller))
-            return result
+        return result
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""

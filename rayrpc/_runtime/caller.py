@@ -358,29 +358,27 @@ class Caller:
         if call.finishers[0] is not me:  # an interrupted ``on_reply`` was called again
             return
         try:
-            self._finish(call, outcome)
+            if call.on_created is not None:
+                call.on_created()
+            request = call.request
+            if call.has_failed:
+                self._on_late_reply(request, outcome)
+                return
+            result: Outcome[Any] = outcome
+            if isinstance(outcome, Value):
+                try:
+                    result = Value(self._open_reply(request, outcome.value))
+                except BaseException as exc:
+                    if isinstance(exc, KeyboardInterrupt) and call.is_cheap(outcome):
+                        raise  # it is that of the thread
+                    result = Error(exc)
+            if call.end(by_reply=True):
+                # only now: a call is active until its callbacks may run
+                self._open.pop(request.id, None)
+                call.done(result)
         except BaseException:  # an interrupt: ``on_reply`` is called again
             call.finishers.clear()
             raise
-
-    def _finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
-        if call.on_created is not None:
-            call.on_created()
-        request = call.request
-        if call.has_failed:
-            self._on_late_reply(request, outcome)
-            return
-        result: Outcome[Any] = outcome
-        if isinstance(outcome, Value):
-            try:
-                result = Value(self._open_reply(request, outcome.value))
-            except BaseException as exc:
-                if isinstance(exc, KeyboardInterrupt) and call.is_cheap(outcome):
-                    raise  # it is that of the thread
-                result = Error(exc)
-        if call.end(by_reply=True):
-            self._open.pop(request.id, None)  # only now: it is active until its callbacks may run
-            call.done(result)
 
     # -- replies ------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ class MemoryDirectory(Directory):
         with self._hub.changed:
             session = self._session()
             result = list(session.members.values()) if session is not None else []
-            return result
+        return result
 
     def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
         hub = self._hub
@@ -217,7 +217,7 @@ class MemoryDirectory(Directory):
                     f"waited {timeout:g} s at {tag!r} for workers that did not come: {names}."
                 )
             result = session.reached(tag) or {}
-            return result
+        return result
 
     def leave(self) -> None:
         self._end("left")

@@ -342,7 +342,7 @@ def settings() -> Settings:
     """
     with _lock:
         result = use(load()) if _current is None else _current
-        return result
+    return result
 
 
 def configure(path: str | os.PathLike[str] | None = None, **overrides: object) -> Settings:

@@ -148,13 +148,13 @@ class RRefContext:
         """Return the cell to fill for a ``remote`` call of ``holder``."""
         with self._lock:
             result = cast(Cell, self._table.own(rref_id, fork_id, holder))
-            return result
+        return result
 
     def lookup(self, rref_id: GloballyUniqueId) -> Cell:
         """Return the cell of an owned RRef; KeyError if it was released."""
         with self._lock:
             result = cast(Cell, self._table.lookup(rref_id))
-            return result
+        return result
 
     # -- sharing, for the codec ---------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class RRefContext:
         """Fork an RRef that this worker uses; KeyError if it was deleted."""
         with self._lock:
             result = self._table.share(fork_id, to, into)
-            return result
+        return result
 
     def share_owned(
         self, rref_id: GloballyUniqueId, cell: Cell, to: int | None, into: list[Fork] | None
@@ -185,7 +185,7 @@ class RRefContext:
         """Fork an RRef that this worker owns."""
         with self._lock:
             result = self._table.share_owned(rref_id, cell, to, into)
-            return result
+        return result
 
     def lend(self, rref: Handle, to: int | None) -> GloballyUniqueId | None:
         """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
@@ -237,7 +237,7 @@ class RRefContext:
         """Tell whether the owner is known to count a fork."""
         with self._lock:
             result = self._table.is_confirmed(fork_id)
-            return result
+        return result
 
     def wait_confirmed(self, forks: Iterable[Fork], timeout: float | None) -> bool:
         """Wait until the owners count these received forks.
@@ -269,7 +269,7 @@ class RRefContext:
             return 0, ()
         with self._lock:
             result = self._table.take_pending(worker)
-            return result
+        return result
 
     def on_control(self, worker: int, ack: int, messages: tuple[Control, ...]) -> None:
         """Apply the acknowledgement and the messages of a frame from ``worker``."""
@@ -380,7 +380,7 @@ class RRefContext:
         """Return torch's counters."""
         with self._lock:
             result = self._table.debug_info()
-            return result
+        return result
 
     def close(self) -> None:
         """Forget all RRefs; handles that are alive count as deleted from now on."""

@@ -127,7 +127,7 @@ class LivenessWatch:
     def _event(self, token: str) -> threading.Event:
         with self._lock:
             result = self._events.setdefault(token, threading.Event())
-            return result
+        return result
 
     def wait(self, token: str) -> None:
         """Block until the membership with this token ends."""
