@@ -201,8 +201,13 @@ class Frame:
     takes_slot: bool = True
     is_stable: bool = field(default=False, compare=False)
 
+    @property
+    def unsent_forks(self) -> SharedForks | None:
+        """Those of a request, for ``begin_to_send``."""
+        return self.forks if type(self.forks) is SharedForks else None
+
     def begin_to_send(self) -> None:
-        """Note that a request may arrive from now on; transports call it."""
+        """Note that a request may arrive from now on; transports call it, or its forks'."""
         if type(self.forks) is SharedForks:
             self.forks.begin_to_send()
 

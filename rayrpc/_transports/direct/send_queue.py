@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import SharedForks
 from rayrpc._transports.direct.shared_memory import copy
 
 __all__ = ["SendQueue"]
@@ -40,12 +41,14 @@ class _Outgoing(NamedTuple):
     Args:
         call_id (int): of its call.
         parts (list): its bytes.
+        forks (SharedForks | None): those in it; released unless it begins to be written.
         may_change (bool): the memory of its parts is the program's, which may write to it.
         is_pending (bool): it is among the ``pending_bytes``.
     """
 
     call_id: int
     parts: list[Any]
+    forks: SharedForks | None = None
     may_change: bool = False
     is_pending: bool = False
 
@@ -66,7 +69,7 @@ class _Outgoing(NamedTuple):
                 parts.append(part[:done])
             if done < len(part):
                 parts.append(part[done:] if isinstance(part, bytes) else _copied(part[done:]))
-        return _Outgoing(self.call_id, parts, is_pending=True)
+        return _Outgoing(self.call_id, parts, self.forks, is_pending=True)
 
 
 class SendQueue:
@@ -119,7 +122,12 @@ class SendQueue:
         self._piggybacked.append(part)
 
     def send(
-        self, call_id: int, parts: list[Any], more: bool = False, may_change: bool = False
+        self,
+        call_id: int,
+        parts: list[Any],
+        more: bool = False,
+        forks: SharedForks | None = None,
+        may_change: bool = False,
     ) -> bool:
         """Write a message, or queue it for the thread that is writing.
 
@@ -128,12 +136,13 @@ class SendQueue:
             parts: its bytes.
             more: others are likely to follow at once: hold it back until they are many, or
                 until ``flush``.
+            forks: those in it; see ``SharedForks``.
             may_change: the program may write to the parts after this returns.
 
         Returns:
             True if it was written; else it may be, or will be.
         """
-        message = _Outgoing(call_id, parts, may_change)
+        message = _Outgoing(call_id, parts, forks, may_change)
         if may_change and (self._writer or self._queue or more):
             message = message.kept()  # without the lock
         me = threading.get_ident()
@@ -262,9 +271,16 @@ class SendQueue:
         """
         messages = self._writing
         if len(messages) == 1:
-            parts = messages[0].parts[:]
+            _, parts, forks, _, _ = messages[0]
+            parts = parts[:]
+            if forks is not None:
+                forks.begin_to_send()
         else:
-            parts = [part for message in messages for part in message.parts]
+            parts = []
+            for message in messages:
+                parts += message.parts
+                if message.forks is not None:
+                    message.forks.begin_to_send()
         skipped = self._written
         counts = self._counts
         while parts:

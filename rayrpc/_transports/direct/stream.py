@@ -190,10 +190,9 @@ class Stream:
             True if it was written; else it may be, or will be.
         """
         head = b"" if frame is None else frame.pack()
-        if frame is not None and frame.forks:
-            frame.begin_to_send()
+        forks = frame.unsent_forks if frame is not None and frame.forks else None
         if frame is None or not frame.buffers:
-            return self._send_queue.send(call_id, message_parts(call_id, head, []), more)
+            return self._send_queue.send(call_id, message_parts(call_id, head, []), more, forks)
         views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
         segment = None
@@ -203,13 +202,13 @@ class Stream:
                 segment = self._pool.acquire(size)
         if segment is None:
             parts = message_parts(call_id, head, views)
-            return self._send_queue.send(call_id, parts, more, may_change=not frame.is_stable)
+            return self._send_queue.send(call_id, parts, more, forks, not frame.is_stable)
         segment.fill(views, starts)
         if release_buffers:
             frame.buffers = []
             views.clear()
         parts = shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
-        is_written = self._send_queue.send(call_id, parts)
+        is_written = self._send_queue.send(call_id, parts, forks=forks)
         with self._unread_lock:
             self._shared_bytes += size
         return is_written
