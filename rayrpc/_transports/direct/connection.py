@@ -29,7 +29,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
-from rayrpc._transports.direct.connection_call import READ, ConnectionCall
+from rayrpc._transports.direct.connection_call import READ, ConnectionCall, take_unsent
 from rayrpc._transports.direct.connection_owner import ConnectionOwner
 from rayrpc._transports.direct.peer_process import pid_of_peer
 from rayrpc._transports.direct.reader_schedule import (
@@ -109,21 +109,23 @@ class CallerConnection:
     def call(self, frame: Frame) -> ConnectionCall | None:
         """Send a request; return None if the connection is broken."""
         call = ConnectionCall(self, frame.call_id, frame, self._lock)
-        schedule = self.schedule
         if self._stream is None:  # the frame is sent later
             frame.keep_buffers()
         try:
             with self._lock:
-                if schedule.state == BROKEN:
+                if self.schedule.state == BROKEN:
                     return None
                 self._calls[call.id] = call
                 stream = self._stream
+                call.is_sending = stream is not None
             if stream is not None:
-                burst = schedule.callbacks >= BURST
+                burst = self.schedule.callbacks >= BURST
                 if stream.send(call.id, frame, burst):
                     call.frame = None
-                elif burst:
-                    stream.flush_later()
+                else:
+                    call.kept()
+                    if burst:
+                        stream.flush_later()
         except BaseException:  # an interrupt: nothing waits for the reply
             self._calls.pop(call.id, None)
             raise
@@ -155,8 +157,7 @@ class CallerConnection:
     @property
     def tcp(self) -> socket.socket | None:
         """The socket, if there is a TCP connection now."""
-        stream = self._stream
-        return None if stream is None or self.is_broken else stream.tcp
+        return None if self._stream is None or self.is_broken else self._stream.tcp
 
     def break_off(self, reason: str) -> None:
         """End the connection; its calls wait for ``fail``."""
@@ -230,7 +231,8 @@ class CallerConnection:
             if connection is None:
                 connection = self._owner.connect(self.peer, self.is_bulk)
             self.peer_pid = pid_of_peer(connection)
-            stream = Stream(connection, self._threads, self._on_unsent, True, self._memory)
+            on_broken = functools.partial(self._break_off, "its connection was cut")
+            stream = Stream(connection, self._threads, on_broken, True, self._memory)
         except Exception as exc:
             if connection is not None:
                 connection.close()
@@ -449,9 +451,6 @@ class CallerConnection:
 
     # -- the end ------------------------------------------------------------------------------
 
-    def _on_unsent(self, call_ids: list[int]) -> None:
-        self._break_off("its connection was cut", call_ids)
-
     def _break_off(self, reason: str, unsent: Iterable[int] = ()) -> None:
         try:
             with self._lock:
@@ -464,12 +463,13 @@ class CallerConnection:
         with self._lock:
             is_loss = not self._is_ending
             self._is_ending = True
-            # those without a frame here were sent on another connection: they wait for ``fail``
-            found = [c for each in unsent if (c := self._calls.get(each)) and c.frame is not None]
-            for call in found:
-                self._calls.pop(call.id, None)
+            ready = take_unsent(self._calls, unsent, reason)
         if is_loss:
             self._owner.on_connection_lost(self, reason)
-        for call in found:
-            assert call.frame is not None
-            call.set(self._owner.reroute(self.peer, call.frame, reason))
+        for call in ready:
+            self.reroute(call, reason)
+
+    def reroute(self, call: ConnectionCall, reason: str) -> None:
+        """Send a call by another way."""
+        assert call.frame is not None
+        call.set(self._owner.reroute(self.peer, call.frame, reason))

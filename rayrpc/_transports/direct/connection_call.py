@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
@@ -15,7 +15,7 @@ from rayrpc._protocol.transport import Pending
 from rayrpc._transports.direct.reader_schedule import NOTHING, ReaderSchedule, Start
 from rayrpc._transports.direct.wire import Message
 
-__all__ = ["ConnectionCall", "READ", "Reply"]
+__all__ = ["ConnectionCall", "READ", "Reply", "take_unsent"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ class ReadConnection(Protocol):
     def repair(self) -> None:
         """Do what an interrupt has left of what the schedule says."""
 
+    def reroute(self, call: ConnectionCall, reason: str) -> None:
+        """Send a call by another way."""
+
 
 class ConnectionCall(OneShot[Reply], Pending):
     """A call on a connection; its value is the reply.
@@ -51,7 +54,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         lock (Lock): the connection's.
     """
 
-    __slots__ = ("_callback", "_connection", "frame", "id", "turn")
+    __slots__ = ("_callback", "_connection", "frame", "id", "is_sending", "turn", "unsent")
 
     def __init__(
         self,
@@ -65,6 +68,10 @@ class ConnectionCall(OneShot[Reply], Pending):
         self.id = call_id
         #: the request, until it is sent
         self.frame = frame
+        #: the program may write to the frame's buffers when the thread that sends it is done
+        self.is_sending = False
+        #: why no byte of it was sent, if that thread is to reroute it
+        self.unsent: str | None = None
         #: notifies the thread that waits for the reply, or for its turn to read; None: it reads
         self.turn: Promise[object] | None = None
         self._callback: Callable[[Outcome[Frame]], None] | None = None
@@ -79,6 +86,14 @@ class ConnectionCall(OneShot[Reply], Pending):
             reply.unwrap()
         assert isinstance(reply, Pending)
         return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def kept(self) -> None:
+        """Note that the frame has its own buffers: it can be rerouted, now or later."""
+        with self._lock:
+            self.is_sending = False
+            reason = self.unsent
+        if reason is not None:
+            self._connection.reroute(self, reason)
 
     def new_turn(self) -> Promise[object]:
         """Begin a turn, with the lock held; ``wait_turn`` and perhaps ``end_turn`` follow."""
@@ -159,3 +174,27 @@ class ConnectionCall(OneShot[Reply], Pending):
                 reply.on_done(callback)
         except Exception:
             logger.exception("error in a callback")
+
+
+def take_unsent(
+    calls: dict[int, ConnectionCall], unsent: Iterable[int], reason: str
+) -> list[ConnectionCall]:
+    """Take calls of which no byte was sent, with the lock held; return those to be rerouted now.
+
+    Those without a frame were sent on another connection: they stay.
+
+    Args:
+        calls: of the connection, by id.
+        unsent: their ids.
+        reason: why.
+    """
+    ready = []
+    for call_id in unsent:
+        call = calls.get(call_id)
+        if call is not None and call.frame is not None:
+            calls.pop(call_id, None)
+            if call.is_sending:
+                call.unsent = reason
+            else:
+                ready.append(call)
+    return ready

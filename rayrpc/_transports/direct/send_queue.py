@@ -176,6 +176,11 @@ class SendQueue:
             self._on_interrupt(me)
             raise
 
+    def may_be_unsent(self, call_id: int) -> bool:
+        """Tell whether perhaps no byte was written of a message that is being written."""
+        with self._lock:
+            return self._is_broken or call_id in _unsent(self._writing, self._written)
+
     def flush(self) -> None:
         """Write the messages that were held back."""
         if self._queue:
@@ -368,12 +373,7 @@ class SendQueue:
     def _break(self, messages: list[_Outgoing], done: int) -> None:
         with self._lock:
             self._is_broken = True
-            unsent = []
-            position = 0
-            for message in messages:
-                if position >= done:
-                    unsent.append(message.call_id)
-                position += sum(map(len, message.parts))
+            unsent = _unsent(messages, done)
             unsent += [message.call_id for message in self._queue]
             self._queue.clear()
             self._writing = []
@@ -383,6 +383,16 @@ class SendQueue:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._on_broken(unsent)
+
+
+def _unsent(messages: list[_Outgoing], written: int) -> list[int]:
+    """Return the calls of the messages of which no byte is written."""
+    unsent = []
+    for message in messages:
+        if written <= 0:
+            unsent.append(message.call_id)
+        written -= message.size
+    return unsent
 
 
 def _kept(messages: list[_Outgoing], written: int) -> list[_Outgoing]:

@@ -206,6 +206,10 @@ class Segment:
                 target = np.frombuffer(self._memory, np.uint8, length, start)
                 copy(target, np.frombuffer(view, np.uint8))
 
+    def buffers(self, lengths: Sequence[int], starts: Sequence[int]) -> list[memoryview]:
+        """Return the buffers that were copied in."""
+        return [self._view[a : a + size] for a, size in zip(starts, lengths, strict=True)]
+
 
 class SegmentPool:
     """The sender's segments on one connection.

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Frame, FrameError, flat
+from rayrpc._protocol.messages import Frame, FrameError, SharedForks, flat
 from rayrpc._transports.direct.mapped_segments import MappedSegments
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.send_queue import SendQueue
@@ -178,7 +178,7 @@ class Stream:
     def send(
         self, call_id: int, frame: Frame | None, more: bool = False, release_buffers: bool = False
     ) -> bool:
-        """Send a frame.
+        """Send a frame; what may have to be sent once more, by another way, it keeps.
 
         Args:
             call_id: of its call.
@@ -201,16 +201,29 @@ class Stream:
             with contextlib.suppress(OSError):  # no memory, or too many are in use
                 segment = self._pool.acquire(size)
         if segment is None:
-            parts = message_parts(call_id, head, views)
-            return self._send_queue.send(call_id, parts, more, forks, not frame.is_stable)
+            return self._send_inline(call_id, head, frame, more, forks)
         segment.fill(views, starts)
         if release_buffers:
             frame.buffers = []
             views.clear()
         parts = shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
         is_written = self._send_queue.send(call_id, parts, forks=forks)
+        if not is_written and frame.buffers:
+            frame.buffers, frame.is_stable = segment.buffers(lengths, starts), True
         with self._unread_lock:
             self._shared_bytes += size
+        return is_written
+
+    def _send_inline(
+        self, call_id: int, head: bytes, frame: Frame, more: bool, forks: SharedForks | None
+    ) -> bool:
+        queue = self._send_queue
+        if more or not queue.is_empty:
+            frame.keep_buffers()
+        parts = message_parts(call_id, head, [flat(buffer) for buffer in frame.buffers])
+        is_written = queue.send(call_id, parts, more, forks, not frame.is_stable)
+        if not is_written and queue.may_be_unsent(call_id):
+            frame.keep_buffers()
         return is_written
 
     def trim(self) -> None:

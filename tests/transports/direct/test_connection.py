@@ -255,7 +255,7 @@ class TestBrokenConnections:
         monkeypatch.setattr(
             stream._send_queue,
             "send",
-            lambda number, parts, more=False: send(number, message_parts(number, b"?", []), more),
+            lambda number, parts, *rest: send(number, message_parts(number, b"?", [])),
         )
         call = connection.call(frame(2, b"x"))
         if waits:
