@@ -1,19 +1,23 @@
 """What stands in for ``socket`` and ``select``: connections in memory, which break at any byte.
 
 Bytes take a while to arrive; sends and receives may be short; a full connection blocks its sender.
+Descriptors are sent along: of simulated sockets, and of files of the system.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
 import select
 import selectors
 import socket
 import struct
+import termios
+import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from simulation.scheduler import current
 
@@ -25,22 +29,59 @@ MAX_DELAY = 0.0005
 _TIMEVAL = struct.Struct("@ll")
 
 
-class _Direction:
-    """The bytes on their way from one end to the other."""
+class _Descriptor:
+    """A descriptor on its way; closed if it is not received."""
 
-    def __init__(self) -> None:
-        self.chunks: deque[tuple[float, memoryview]] = deque()  # and when they arrive
+    def __init__(self, number: int) -> None:
+        self._socket = _sockets().get(number)
+        if self._socket is not None:
+            self._socket = self._socket.duplicate()
+        else:
+            self._number = os.dup(number)
+            self._close = weakref.finalize(self, os.close, self._number)
+
+    def receive(self) -> int:
+        """Return the receiver's descriptor."""
+        if self._socket is not None:
+            return self._socket.fileno()
+        self._close.detach()
+        return self._number
+
+
+class _Chunk(NamedTuple):
+    """Bytes on their way, when they arrive, and a descriptor that was sent along."""
+
+    arrives_at: float
+    data: memoryview
+    descriptor: _Descriptor | None = None
+
+
+class _Direction:
+    """The bytes on their way from one end to the other.
+
+    Args:
+        keeps_packets (bool): each send is received by one receive, whole.
+    """
+
+    def __init__(self, keeps_packets: bool = False) -> None:
+        self.keeps_packets = keeps_packets
+        self.is_new = True  # nothing was sent: as in any system, the first send is whole
+        self.ends = 1  # how many sockets send, duplicates of one another
+        self.chunks: deque[_Chunk] = deque()
         self.size = 0
         self.is_ended = False  # nothing follows
         self.is_refused = False  # nothing more is taken
         self.left = -1  # so many bytes more arrive, then it breaks; -1: all
 
-    def put(self, data: memoryview) -> int:
+    def put(self, data: memoryview, descriptor: _Descriptor | None = None) -> int:
         """Take bytes; return how many."""
         me = current().current
         count = min(len(data), CAPACITY - self.size)
-        if count > 1 and me.random.random() < 0.1:
+        if self.keeps_packets:
+            count = count if count == len(data) else 0
+        elif count > 1 and not self.is_new and me.random.random() < 0.1:
             count = me.random.randint(1, count)
+        self.is_new = False
         if self.left >= 0:
             count = min(count, self.left)
             self.left -= count
@@ -48,9 +89,9 @@ class _Direction:
                 self.is_ended = self.is_refused = True
         if count:
             now = current().now
-            after = self.chunks[-1][0] if self.chunks else now
-            delay = me.random.choice([0.0, 0.0, 1e-5, MAX_DELAY])
-            self.chunks.append((max(after, now + delay), memoryview(bytes(data[:count]))))
+            after = self.chunks[-1].arrives_at if self.chunks else now
+            at = max(after, now + me.random.choice([0.0, 0.0, 1e-5, MAX_DELAY]))
+            self.chunks.append(_Chunk(at, memoryview(bytes(data[:count])), descriptor))
             self.size += count
         return count
 
@@ -58,23 +99,33 @@ class _Direction:
         """Fill memory with bytes that have arrived; return how many."""
         count = 0
         while count < len(view) and self.has_arrived():
-            when, chunk = self.chunks.popleft()
-            part = min(len(chunk), len(view) - count)
-            view[count : count + part] = chunk[:part]
+            chunk = self.chunks.popleft()
+            part = min(len(chunk.data), len(view) - count)
+            view[count : count + part] = chunk.data[:part]
             count += part
-            if part < len(chunk):
-                self.chunks.appendleft((when, chunk[part:]))
+            if part < len(chunk.data):
+                self.chunks.appendleft(chunk._replace(data=chunk.data[part:]))
         self.size -= count
         return count
 
+    def take_with_descriptor(self, size: int) -> tuple[bytes, _Descriptor | None]:
+        """Return bytes that were sent at once, and the descriptor that was sent along."""
+        if not self.has_arrived():
+            return b"", None
+        chunk = self.chunks.popleft()
+        if size < len(chunk.data) and not self.keeps_packets:
+            self.chunks.appendleft(_Chunk(chunk.arrives_at, chunk.data[size:]))
+        self.size -= len(chunk.data) if self.keeps_packets else min(size, len(chunk.data))
+        return bytes(chunk.data[:size]), chunk.descriptor
+
     def has_arrived(self) -> bool:
         """Tell whether there are bytes to take."""
-        return bool(self.chunks) and self.chunks[0][0] <= current().now
+        return bool(self.chunks) and self.chunks[0].arrives_at <= current().now
 
     def arrives_at(self) -> float | None:
         """Return when the next bytes arrive that have not; None if none are on the way."""
-        if self.chunks and self.chunks[0][0] > current().now:
-            return self.chunks[0][0]
+        if self.chunks and self.chunks[0].arrives_at > current().now:
+            return self.chunks[0].arrives_at
         return None
 
 
@@ -85,14 +136,21 @@ class Socket:
         family (int): its address family; memory is not shared over AF_INET.
         kind (int): its type.
         ends (tuple): the directions of a connection, inbound and outbound.
+        fileno (int | None): the number of a socket that this one is from now on.
     """
+
+    def __new__(cls, *args: Any, fileno: int | None = None, **options: Any) -> Socket:
+        return super().__new__(cls) if fileno is None else _sockets()[fileno]
 
     def __init__(
         self,
         family: int = socket.AF_INET,
         kind: int = socket.SOCK_STREAM,
         ends: tuple[_Direction, _Direction] | None = None,
+        fileno: int | None = None,
     ) -> None:
+        if fileno is not None:
+            return
         self.family = family
         self.type = kind
         self._in, self._out = ends or (_Direction(), _Direction())
@@ -101,6 +159,12 @@ class Socket:
         self._tick: float | None = None
         self._is_closed = False
         self._number = next(_numbers)
+        _sockets()[self._number] = self
+
+    def duplicate(self) -> Socket:
+        """Return another socket at the same end of the connection."""
+        self._out.ends += 1
+        return Socket(self.family, self.type, (self._in, self._out))
 
     def __enter__(self) -> Socket:
         return self
@@ -161,6 +225,7 @@ class Socket:
             raise ConnectionRefusedError("nobody listens there")
         there = Socket(self.family, self.type, (self._out, self._in))
         listener._backlog.append(there)
+        current().on_connected(self, there)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -170,7 +235,7 @@ class Socket:
         while count and flags & socket.MSG_WAITALL and count < len(view):
             try:
                 more = self._receive(view[count:])
-            except OSError:  # what is there is returned first
+            except (OSError, KeyboardInterrupt):  # what is there is returned first
                 break
             if not more:
                 break
@@ -191,7 +256,7 @@ class Socket:
         data = bytearray(size)
         return bytes(data[: self.recv_into(data, flags=flags)])
 
-    def send(self, data: Any, flags: int = 0) -> int:
+    def send(self, data: Any, flags: int = 0, descriptor: _Descriptor | None = None) -> int:
         view = memoryview(data).cast("B")
         current().step("sends")
         if self._is_closed:
@@ -200,13 +265,34 @@ class Socket:
             _wait("waits to send", [(self, select.POLLOUT)], self._tick)
         if self._out.is_refused:
             raise BrokenPipeError("it was cut")
-        count = self._out.put(view)
+        count = self._out.put(view, descriptor)
         if view and not count and not self._out.is_refused:
             raise BlockingIOError("the connection is full")
         return count
 
-    def sendmsg(self, buffers: Iterable[Any], ancillary: Iterable[Any] = (), flags: int = 0) -> int:
-        return self.send(b"".join(map(bytes, buffers)), flags)
+    def sendmsg(
+        self,
+        buffers: Iterable[Any],
+        ancillary: Iterable[tuple[int, int, bytes]] = (),
+        flags: int = 0,
+    ) -> int:
+        descriptor = None
+        for _, _, rights in ancillary:
+            descriptor = _Descriptor(*struct.unpack("i", rights))
+        return self.send(b"".join(map(bytes, buffers)), flags, descriptor)
+
+    def recvmsg(self, size: int, ancillary_size: int = 0, flags: int = 0) -> tuple[Any, ...]:
+        seconds = 0.0 if flags & socket.MSG_DONTWAIT else self._tick
+        if not _wait("receives", [(self, select.POLLIN)], seconds):
+            raise BlockingIOError("nothing has arrived")
+        if self._is_closed:
+            raise OSError("it is closed")
+        data, descriptor = self._in.take_with_descriptor(size)
+        rights = []
+        if descriptor is not None:
+            number = struct.pack("i", descriptor.receive())
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, number)]
+        return data, rights, 0, None
 
     def sendall(self, data: Any) -> None:
         view = memoryview(data).cast("B")
@@ -231,14 +317,22 @@ class Socket:
                 _listeners().pop(self._address, None)
                 for each in self._backlog:
                     each.close()
-            self._in.is_refused = True
-            self._out.is_ended = self._out.is_refused = True
+            _sockets().pop(self._number, None)
+            self._out.ends -= 1
+            if not self._out.ends:
+                self._in.is_refused = True
+                self._out.is_ended = self._out.is_refused = True
 
     def cut_after(self, size: int) -> None:
         """Break the connection when so many bytes more were sent from this end."""
         self._out.left = size
         if not size:
             self._out.is_ended = self._out.is_refused = True
+
+    @property
+    def unread_bytes(self) -> int:
+        """The bytes that were sent, and not received."""
+        return self._out.size
 
     @property
     def has_arrived(self) -> bool:
@@ -334,13 +428,11 @@ class Selector:
         self._sockets.clear()
 
 
-def connect(family: int = socket.AF_INET) -> tuple[Socket, Socket]:
+def connect(family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> tuple[Socket, Socket]:
     """Return both ends of a new connection."""
-    there, back = _Direction(), _Direction()
-    return (
-        Socket(family, socket.SOCK_STREAM, (back, there)),
-        Socket(family, socket.SOCK_STREAM, (there, back)),
-    )
+    keeps_packets = kind == socket.SOCK_SEQPACKET
+    there, back = _Direction(keeps_packets), _Direction(keeps_packets)
+    return Socket(family, kind, (back, there)), Socket(family, kind, (there, back))
 
 
 def create_connection(address: Any, timeout: float | None = None) -> Socket:
@@ -351,9 +443,19 @@ def create_connection(address: Any, timeout: float | None = None) -> Socket:
     return connection
 
 
-def socketpair() -> tuple[Socket, Socket]:
+def socketpair(
+    family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM
+) -> tuple[Socket, Socket]:
     """Return both ends of a new connection within a process."""
-    return connect()
+    return connect(family, kind)
+
+
+def ioctl(connection: Socket, request: int, count: bytearray) -> None:
+    """Return how many bytes the peer has not received."""
+    assert request == termios.TIOCOUTQ
+    if connection.fileno() < 0:
+        raise ValueError("file descriptor cannot be a negative integer (-1)")
+    count[:] = struct.pack("i", connection.unread_bytes)
 
 
 def _listeners() -> dict[Any, Socket]:
@@ -361,11 +463,17 @@ def _listeners() -> dict[Any, Socket]:
     return current().listeners
 
 
+def _sockets() -> dict[int, Socket]:
+    """Return the open sockets of the run, by number."""
+    return current().sockets
+
+
 _numbers = itertools.count(1_000_000)
 _MASKS = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: select.POLLOUT}
 
 #: what each module has instead
 SELECT: dict[str, Any] = {"poll": Poll}
+FCNTL: dict[str, Any] = {"ioctl": ioctl}
 SELECTORS: dict[str, Any] = {"DefaultSelector": Selector}
 SOCKET: dict[str, Any] = {
     "socket": Socket,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import pkgutil
@@ -75,6 +76,7 @@ def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[None]:
         id(time): clock,
         id(weakref): weak,
         id(queue): _stand_in(queue, primitives.QUEUE),
+        id(fcntl): _stand_in(fcntl, network.FCNTL),
         id(select): _stand_in(select, network.SELECT),
         id(selectors): _stand_in(selectors, network.SELECTORS),
         id(socket): _stand_in(socket, network.SOCKET),

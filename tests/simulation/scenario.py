@@ -144,5 +144,6 @@ def _fewest(items: list[Any], fails: Callable[[list[Any]], bool]) -> list[Any]:
 
 
 def _kind(failure: Failure) -> str:
-    """Return what equal defects have in common."""
-    return failure.summary.partition(":")[0]
+    """Return what equal defects have in common: the error, and where it came."""
+    error, _, text = failure.summary.partition(":")
+    return f"{error} {text.rpartition('(')[2]}"

@@ -241,6 +241,10 @@ class Scheduler:
         self.finalizer: Callable[[], None] = _nothing
         #: sockets that listen, by address
         self.listeners: dict[Any, Any] = {}
+        #: those that are open, by number
+        self.sockets: dict[int, Any] = {}
+        #: called with both ends of each connection to a listener
+        self.on_connected: Callable[[Any, Any], None] = lambda near, far: None
         self._strategy = strategy
         self._max_steps = max_steps
         self._lines = lines

@@ -11,12 +11,27 @@ from simulation.separately import first_failure
 
 pytestmark = pytest.mark.process
 
-SEEDS = {"connection": range(400), "agents": range(150), "rrefs": range(150)}
+SEEDS = {
+    "connection": range(400),
+    "agents": range(150),
+    "rrefs": range(150),
+    "transport": range(200),
+}
 # The scenario, a seed that has found a defect, and the defect.
 REGRESSIONS = [
     (
+        "transport",
+        1396,
+        Mutation(
+            "a request that is rerouted has the bytes that the program has written since",
+            "_transports.direct.stream",
+            "if not is_written and queue.may_be_unsent(call_id):",
+            "if False:",
+        ),
+    ),
+    (
         "connection",
-        64,
+        18,
         Mutation(
             "an error of a callback goes to the thread that had asked for it",
             "_transports.direct.connection_call",
@@ -37,7 +52,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        3500,
+        4680,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",
