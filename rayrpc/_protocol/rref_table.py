@@ -191,8 +191,8 @@ class RRefTable:
         if into is not None:
             into.append(fork)
         if to not in self._lost:
-            entry.children.add(child)
             self._children[child] = (fork_id, to)
+            entry.children.add(child)
         return fork
 
     def share_owned(
@@ -304,6 +304,8 @@ class RRefTable:
     def on_messages(self, sender: int, ack: int, messages: Iterable[Control]) -> list[Effect]:
         """Apply the acknowledgement and messages of a frame; duplicates change nothing.
 
+        An interrupt may leave a message applied in part; call it again.
+
         Args:
             sender: id of the worker that sent the frame.
             ack: all messages to it with a lower number have arrived there; 0: none.
@@ -329,6 +331,7 @@ class RRefTable:
                 self._on_child_accepted(message.fork_id)
             else:
                 effects += self._delete(message.rref_id, message.fork_id, sender)
+            link.note(message.seq)
         return effects
 
     def has_nothing_pending(self, worker: int) -> bool:
@@ -343,12 +346,7 @@ class RRefTable:
             return 0, ()
         ack = 0 if link.ack_sent == link.next_expected else link.next_expected
         link.ack_sent = link.next_expected
-        if not link.queue:
-            return ack, ()
-        messages, link.queue = tuple(link.queue), []
-        for message in messages:
-            link.in_flight[message.seq] = message
-        return ack, messages
+        return ack, link.take() if link.queue else ()
 
     def pending_workers(self) -> list[int]:
         """Return the workers for which messages are queued."""
@@ -408,28 +406,25 @@ class RRefTable:
         return link
 
     def _enqueue(self, worker: int, message: type[Control], *ids: GloballyUniqueId) -> None:
-        if worker in self._lost:
-            return
-        link = self._link(worker)
-        link.queue.append(message(link.next_seq, *ids))
-        link.next_seq += 1
+        if worker not in self._lost:
+            self._link(worker).enqueue(message, *ids)
 
     def _confirm(self, fork_id: GloballyUniqueId) -> list[Effect]:
         entry = self.used.get(fork_id)
-        if entry is None or entry.state is UserState.CONFIRMED:
-            return []
-        entry.state = UserState.CONFIRMED
-        if entry.parent is not None:
-            self._enqueue(entry.parent, ChildAccept, fork_id)
-        self._delete_if_unused(fork_id, entry)
+        if entry is not None:
+            if entry.state is UserState.PENDING and entry.parent is not None:
+                self._enqueue(entry.parent, ChildAccept, fork_id)
+            entry.state = UserState.CONFIRMED
+            self._delete_if_unused(fork_id, entry)
         return [Confirmed(fork_id)]
 
     def _on_child_accepted(self, child: GloballyUniqueId) -> None:
-        fork_id, _ = self._children.pop(child, (None, None))
+        fork_id, _ = self._children.get(child, (None, None))
         entry = self.used.get(fork_id) if fork_id is not None else None
         if fork_id is not None and entry is not None:
             entry.children.discard(child)
             self._delete_if_unused(fork_id, entry)
+        self._children.pop(child, None)
 
     def _remove_fork(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> list[Effect]:
         owned = self.owned.get(rref_id)
@@ -469,5 +464,5 @@ class RRefTable:
     def _delete_if_unused(self, fork_id: GloballyUniqueId, entry: _Used) -> None:
         if entry.held or entry.children or entry.state is UserState.PENDING:
             return
-        del self.used[fork_id]
         self._enqueue(entry.owner, UserDelete, entry.rref_id, fork_id)
+        del self.used[fork_id]

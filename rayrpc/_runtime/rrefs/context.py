@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch.futures import Future
 
@@ -76,6 +76,18 @@ class MakeHandle(Protocol):
         """
 
 
+class _Messages(NamedTuple):
+    """What a frame brought, to be applied once more: an interrupt came meanwhile."""
+
+    sender: int
+    ack: int
+    messages: tuple[Control, ...]
+
+
+# What the thread of a context is to do: delete a used fork, undo a fork that was not sent, ...
+_Task = GloballyUniqueId | Fork | _Messages
+
+
 class RRefContext:
     """Hold the RRefs of one worker while it is in a group.
 
@@ -99,11 +111,11 @@ class RRefContext:
         self._table = RRefTable(me, ids.new, Cell)
         self._lock = threading.Lock()
         self._unconfirmed: dict[GloballyUniqueId, list[threading.Event]] = {}
-        self._dropped: queue.SimpleQueue[GloballyUniqueId | Fork | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # RRefs that were in use before their holders or owners left; see keep_leaks
         self._kept_leaks: dict[GloballyUniqueId, str] | None = None
         self._closed = False
-        threading.Thread(target=self._delete_dropped, name="rayrpc-rrefs", daemon=True).start()
+        threading.Thread(target=self._run_tasks, name="rayrpc-rrefs", daemon=True).start()
 
     # -- creation -----------------------------------------------------------------------------
 
@@ -219,11 +231,11 @@ class RRefContext:
 
     def drop(self, fork_id: GloballyUniqueId) -> None:
         """Note that Python collected a handle; safe in any thread that collects."""
-        self._dropped.put(fork_id)
+        self._tasks.put(fork_id)
 
     def release_later(self, fork: Fork) -> None:
         """Undo a fork that was not sent; safe in any thread that collects."""
-        self._dropped.put(fork)
+        self._tasks.put(fork)
 
     def is_held(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether this worker holds a fork, which ``shutdown`` may have deleted."""
@@ -275,9 +287,13 @@ class RRefContext:
         """Apply the acknowledgement and the messages of a frame from ``worker``."""
         if not messages and not ack:
             return
-        with self._lock:
-            effects = self._table.on_messages(worker, ack, messages)
-        self._settle(effects)
+        try:
+            with self._lock:
+                effects = self._table.on_messages(worker, ack, messages)
+            self._settle(effects)
+        except BaseException:  # an interrupt, which strikes no other thread
+            self._tasks.put(_Messages(worker, ack, messages))
+            raise
 
     def flush(self, but: int | None = None) -> None:
         """Send all pending messages.
@@ -385,7 +401,7 @@ class RRefContext:
     def close(self) -> None:
         """Forget all RRefs; handles that are alive count as deleted from now on."""
         self._closed = True
-        self._dropped.put(None)
+        self._tasks.put(None)
         with self._lock:
             self._table.used.clear()
             self._table.owned.clear()
@@ -396,50 +412,52 @@ class RRefContext:
         for effect in effects:
             if isinstance(effect, Confirmed):
                 with self._lock:
-                    events = self._unconfirmed.pop(effect.fork_id, [])
-                for event in events:
-                    event.set()
+                    for event in self._unconfirmed.get(effect.fork_id, ()):
+                        event.set()
+                    self._unconfirmed.pop(effect.fork_id, None)
         # A released cell is collected with its effect, here and not under the lock: its value
         # may be any object, also one whose finalizer calls this context.
 
-    def _delete_dropped(self) -> None:
-        """Delete the forks of collected handles in batches, and retransmit."""
+    def _run_tasks(self) -> None:
+        """Do what other threads have left to this one, in batches, and retransmit."""
         next_turn = Deadline(RETRANSMIT_SECONDS)
         while not self._closed:
-            forks = self._take_dropped()
+            tasks = self._take_tasks()
             is_due = next_turn.expired
             if is_due:
                 next_turn = Deadline(RETRANSMIT_SECONDS)
             try:
                 effects: list[Effect] = []
                 with self._lock:
-                    for fork in forks:
-                        if isinstance(fork, Fork):
-                            effects += self._table.unshare(fork)
+                    for task in tasks:
+                        if isinstance(task, Fork):
+                            effects += self._table.unshare(task)
+                        elif isinstance(task, _Messages):
+                            effects += self._table.on_messages(*task)
                         else:
-                            self._table.drop(fork)
+                            self._table.drop(task)
                     if is_due:
                         self._table.retransmit()
                 self._settle(effects)
-                if (forks or is_due) and not self._closed:
+                if (tasks or is_due) and not self._closed:
                     self.flush()
             except Exception:  # what was not sent is retransmitted
                 logger.exception("messages of RRefs could not be sent")
 
-    def _take_dropped(self) -> list[GloballyUniqueId | Fork]:
-        """Return a batch of dropped forks, empty after ``RETRANSMIT_SECONDS`` without one."""
+    def _take_tasks(self) -> list[_Task]:
+        """Return a batch of tasks, empty after ``RETRANSMIT_SECONDS`` without one."""
         try:
-            first = self._dropped.get(timeout=RETRANSMIT_SECONDS)
+            first = self._tasks.get(timeout=RETRANSMIT_SECONDS)
         except queue.Empty:
             return []
         if first is None:
             return []
         time.sleep(BATCH_SECONDS)
-        forks = [first]
+        tasks = [first]
         while True:
             try:
-                more = self._dropped.get_nowait()
+                more = self._tasks.get_nowait()
             except queue.Empty:
-                return forks
+                return tasks
             if more is not None:
-                forks.append(more)
+                tasks.append(more)
