@@ -176,8 +176,18 @@ class Caller:
         return rref
 
     @guarded(InterruptingCalls.refuse)
-    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
-        """Return a copy of the value of an RRef that a worker owns."""
+    def fetch(
+        self, to: Member, rref_id: GloballyUniqueId, handle: object, timeout: float | None
+    ) -> Any:
+        """Return a copy of the value of an RRef that a worker owns.
+
+        Args:
+            to: the owner.
+            rref_id: of the RRef.
+            handle: its fork here; it lives until the reply arrives, also if nobody waits for that:
+                the owner must not find the RRef deleted.
+            timeout: in seconds; None: none.
+        """
         hooks = self._hooks_for_this_call()
         call = meta = None
         if hooks:
@@ -186,7 +196,7 @@ class Caller:
                 meta = _meta(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta)
         frame.rref_id = rref_id
-        request = Request(to, frame.call_id, timeout, call=call, keeps_type=True)
+        request = Request(to, frame.call_id, timeout, (handle,), call, keeps_type=True)
         return self._post_and_wait(request, frame)
 
     def send_control(self, to: Member) -> None:

@@ -339,6 +339,30 @@ def test_rrefs_in_a_reply_that_came_too_late_are_released(a, b):
     assert eventually(lambda: a.is_empty() and b.is_empty())
 
 
+def test_an_rref_lives_until_the_request_for_its_value_has_arrived(a, b, monkeypatch):
+    rref = a.remote(b, add, 1, 2)
+    assert rref.to_here() == 3
+    send, late = a.agent.caller._send, []
+
+    def send_later(to, frame):
+        if frame.kind is not Kind.FETCH:
+            return send(to, frame)
+        pending = PendingReply()
+        late.append(lambda: pending.follow(send(to, frame)))
+        return pending
+
+    monkeypatch.setattr(a.agent.caller, "_send", send_later)
+    with contextlib.suppress(CallTimeoutError):
+        rref.to_here(0.05)
+    del rref
+    a.agent.rrefs.flush()
+    assert not eventually(lambda: not b.table.owned, 0.2)
+    for each in late:
+        each()
+    del late[:], each
+    assert eventually(lambda: a.is_empty() and b.is_empty())
+
+
 def test_the_default_timeout_is_the_options(start):
     a = start("a", rpc_timeout=7)
     assert a.agent.resolve_timeout(-1) == 7

@@ -133,7 +133,7 @@ class RRef(Generic[T]):
         self._raise_creation_error()
         owner = self._home.lookup(self._owner)
         seconds = self._home.resolve_timeout(timeout)
-        return cast(T, self._home.caller.fetch(owner, self._rref_id, seconds))
+        return cast(T, self._home.caller.fetch(owner, self._rref_id, self, seconds))
 
     def local_value(self) -> T:
         """Return the value itself; only on its owner.

@@ -24,7 +24,9 @@ NO_AGENT = (
 class Fetcher(Protocol):
     """What handles need of the caller."""
 
-    def fetch(self, to: Member, rref_id: GloballyUniqueId, timeout: float | None) -> Any:
+    def fetch(
+        self, to: Member, rref_id: GloballyUniqueId, handle: object, timeout: float | None
+    ) -> Any:
         """Return a copy of the value of an RRef."""
 
     def run_callback(self, task: Callable[[], None]) -> None:
