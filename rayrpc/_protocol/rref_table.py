@@ -170,7 +170,7 @@ class RRefTable:
 
     def created(self, fork_id: GloballyUniqueId) -> list[Effect]:
         """Confirm the first fork of a used RRef: the owner replied to the ``remote`` call."""
-        return self._confirm(fork_id)
+        return self._confirm(fork_id) if fork_id in self.used else []
 
     def share(
         self, fork_id: GloballyUniqueId, to: int | None, into: list[Fork] | None = None
