@@ -208,8 +208,9 @@ class Frame:
 
     def begin_to_send(self) -> None:
         """Note that a request may arrive from now on; transports call it, or its forks'."""
-        if type(self.forks) is SharedForks:
-            self.forks.begin_to_send()
+        forks = self.unsent_forks
+        if forks is not None:
+            forks.begin_to_send()
 
     def keep_buffers(self) -> None:
         """Copy the buffers, unless they are stable."""

@@ -25,7 +25,7 @@ REGRESSIONS = [
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
-            "if not is_written and queue.may_be_unsent(call_id):",
+            "if not is_written and may_change and queue.may_be_unsent(call_id):",
             "if False:",
         ),
     ),

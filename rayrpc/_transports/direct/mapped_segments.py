@@ -33,6 +33,7 @@ from rayrpc._transports.direct.shared_memory import (
     make_private,
     map_memory,
     offsets,
+    slices,
 )
 
 __all__ = ["MappedSegments"]
@@ -198,7 +199,7 @@ class MappedSegments:
             view = self._copied(number, memory, size)
         else:
             view = self._mapped(number, memory, mapping, size)
-        return [view[a : a + length] for a, length in zip(starts, lengths, strict=True)]
+        return slices(view, starts, lengths)
 
     def _mapped(self, number: int, memory: Any, mapping: _Mapping, size: int) -> memoryview:
         def on_deleted(_: object) -> None:

@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import SharedForks
-from rayrpc._transports.direct.shared_memory import copy
+from rayrpc._transports.direct.shared_memory import copied
 
 __all__ = ["SendQueue"]
 
@@ -68,7 +66,7 @@ class _Outgoing(NamedTuple):
             if done:
                 parts.append(part[:done])
             if done < len(part):
-                parts.append(part[done:] if isinstance(part, bytes) else _copied(part[done:]))
+                parts.append(part[done:] if isinstance(part, bytes) else copied(part[done:]))
         return _Outgoing(self.call_id, parts, self.forks, is_pending=True)
 
 
@@ -143,8 +141,6 @@ class SendQueue:
             True if it was written; else it may be, or will be.
         """
         message = _Outgoing(call_id, parts, forks, may_change)
-        if may_change and (self._writer or self._queue or more):
-            message = message.kept()  # without the lock
         me = threading.get_ident()
         is_queued = False
         try:
@@ -275,17 +271,11 @@ class SendQueue:
             or if the connection is broken.
         """
         messages = self._writing
-        if len(messages) == 1:
-            _, parts, forks, _, _ = messages[0]
-            parts = parts[:]
-            if forks is not None:
-                forks.begin_to_send()
-        else:
-            parts = []
-            for message in messages:
-                parts += message.parts
-                if message.forks is not None:
-                    message.forks.begin_to_send()
+        parts: list[Any] = []
+        for message in messages:
+            parts += message.parts
+            if message.forks is not None:
+                message.forks.begin_to_send()
         skipped = self._written
         counts = self._counts
         while parts:
@@ -402,10 +392,3 @@ def _kept(messages: list[_Outgoing], written: int) -> list[_Outgoing]:
         kept.append(message.kept(max(0, written)))
         written -= message.size
     return kept
-
-
-def _copied(view: memoryview) -> memoryview:
-    source = np.frombuffer(view, np.uint8)
-    target = np.empty_like(source)
-    copy(target, source)
-    return target.data

@@ -36,6 +36,7 @@ __all__ = [
     "SEALS",
     "Segment",
     "SegmentPool",
+    "copied",
     "copy",
     "is_supported",
     "make_private",
@@ -43,6 +44,7 @@ __all__ = [
     "offsets",
     "receive_descriptor",
     "send_descriptor",
+    "slices",
 ]
 
 # A connection's free segments are kept up to this many bytes in all, and for this long.
@@ -87,6 +89,21 @@ def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         torch.from_numpy(target).copy_(torch.from_numpy(source))
     else:
         np.copyto(target, source)
+
+
+def copied(view: memoryview) -> memoryview:
+    """Return a copy of bytes."""
+    if len(view) < LARGE_BYTES:
+        return memoryview(bytearray(view))
+    source = np.frombuffer(view, np.uint8)
+    target = np.empty_like(source)
+    copy(target, source)
+    return target.data
+
+
+def slices(view: memoryview, starts: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+    """Return the buffers that lie in the memory of a segment."""
+    return [view[a : a + length] for a, length in zip(starts, lengths, strict=True)]
 
 
 def map_memory(descriptor: int, capacity: int) -> Any:
@@ -206,9 +223,9 @@ class Segment:
                 target = np.frombuffer(self._memory, np.uint8, length, start)
                 copy(target, np.frombuffer(view, np.uint8))
 
-    def buffers(self, lengths: Sequence[int], starts: Sequence[int]) -> list[memoryview]:
+    def buffers(self, starts: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
         """Return the buffers that were copied in."""
-        return [self._view[a : a + size] for a, size in zip(starts, lengths, strict=True)]
+        return slices(self._view, starts, lengths)
 
 
 class SegmentPool:

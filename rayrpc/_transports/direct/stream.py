@@ -22,6 +22,7 @@ from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.shared_memory import (
     SegmentPool,
+    copied,
     is_supported,
     offsets,
     receive_descriptor,
@@ -190,7 +191,7 @@ class Stream:
             True if it was written; else it may be, or will be.
         """
         head = b"" if frame is None else frame.pack()
-        forks = frame.unsent_forks if frame is not None and frame.forks else None
+        forks = None if frame is None else frame.unsent_forks
         if frame is None or not frame.buffers:
             return self._send_queue.send(call_id, message_parts(call_id, head, []), more, forks)
         views = [flat(buffer) for buffer in frame.buffers]
@@ -201,7 +202,7 @@ class Stream:
             with contextlib.suppress(OSError):  # no memory, or too many are in use
                 segment = self._pool.acquire(size)
         if segment is None:
-            return self._send_inline(call_id, head, frame, more, forks)
+            return self._send_inline(call_id, head, frame, views, more, forks)
         segment.fill(views, starts)
         if release_buffers:
             frame.buffers = []
@@ -209,21 +210,28 @@ class Stream:
         parts = shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
         is_written = self._send_queue.send(call_id, parts, forks=forks)
         if not is_written and frame.buffers:
-            frame.buffers, frame.is_stable = segment.buffers(lengths, starts), True
+            frame.buffers, frame.is_stable = segment.buffers(starts, lengths), True
         with self._unread_lock:
             self._shared_bytes += size
         return is_written
 
     def _send_inline(
-        self, call_id: int, head: bytes, frame: Frame, more: bool, forks: SharedForks | None
+        self,
+        call_id: int,
+        head: bytes,
+        frame: Frame,
+        views: list[memoryview],
+        more: bool,
+        forks: SharedForks | None,
     ) -> bool:
         queue = self._send_queue
-        if more or not queue.is_empty:
-            frame.keep_buffers()
-        parts = message_parts(call_id, head, [flat(buffer) for buffer in frame.buffers])
-        is_written = queue.send(call_id, parts, more, forks, not frame.is_stable)
-        if not is_written and queue.may_be_unsent(call_id):
-            frame.keep_buffers()
+        if not frame.is_stable and (more or not queue.is_empty):  # without the queue's lock
+            views = _kept(frame, views)
+        may_change = not frame.is_stable
+        parts = message_parts(call_id, head, views)
+        is_written = queue.send(call_id, parts, more, forks, may_change)
+        if not is_written and may_change and queue.may_be_unsent(call_id):
+            _kept(frame, views)
         return is_written
 
     def trim(self) -> None:
@@ -349,6 +357,12 @@ class Stream:
             raise FrameError("a message names memory that was not sent") from None
         except (OSError, struct.error) as exc:
             raise EOFError(f"no memory could be shared: {exc}") from None
+
+
+def _kept(frame: Frame, views: list[memoryview]) -> list[memoryview]:
+    """Have a frame keep copies of its buffers; return them."""
+    frame.buffers, frame.is_stable = [copied(view) for view in views], True
+    return frame.buffers
 
 
 def _has_unread(connection: socket.socket) -> bool:
