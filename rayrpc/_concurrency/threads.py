@@ -93,21 +93,20 @@ class ThreadCache:
         Raises:
             RuntimeError, MemoryError: there is no thread yet, and the system starts none.
         """
-        with self._changed:
-            if self._watchdog is None:
-                self._start_watchdog()
-            try:
-                self._tasks.append(task)
+        self._tasks.append(task)  # first: an interrupt of the wait for the lock does not lose it
+        try:
+            with self._changed:
+                if self._watchdog is None:
+                    self._start_watchdog(task)
                 if self._idle >= len(self._tasks):
                     self._changed.notify()
+                elif self._count < self._soft_limit and self._start():
                     return
-                if self._count < self._soft_limit and self._start():
-                    return
-                if not self._is_watching.is_set():
+                elif not self._is_watching.is_set():
                     self._is_watching.set()
-            except BaseException:  # an interrupt: the watchdog sees to the task
-                self._is_watching.set()
-                raise
+        except BaseException:  # an interrupt: the watchdog sees to the task
+            self._is_watching.set()
+            raise
 
     def close(self) -> None:
         """End the threads once the queue is empty; idempotent."""
@@ -116,13 +115,19 @@ class ThreadCache:
             self._changed.notify_all()
         self._is_watching.set()
 
-    def _start_watchdog(self) -> None:
-        """Start it, with the lock held; if it cannot start, the next task tries again."""
+    def _start_watchdog(self, task: Task | None = None) -> None:
+        """Start it, with the lock held; if it cannot start, the next task tries again.
+
+        Args:
+            task: taken back where no thread starts at all.
+        """
         watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watchdog", daemon=True)
         try:
             watchdog.start()
         except (RuntimeError, MemoryError):
             if not self._count and not self._start():
+                if task is not None:
+                    self._tasks.remove(task)
                 raise
         else:
             self._watchdog = watchdog
@@ -170,6 +175,8 @@ class ThreadCache:
             with self._changed:
                 if not self._tasks:
                     self._is_watching.clear()
+                    if self._tasks:  # just now, by a thread that does not hold the lock
+                        self._is_watching.set()
                 elif taken == self._taken and self._idle == 0:
                     self._start()
 
