@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._transports.direct.stream import MAX_UNREAD_BYTES
 
-__all__ = ["BULK_BYTES", "BulkReplies"]
+__all__ = ["BULK_BYTES", "BulkReplies", "OPEN_SECONDS"]
 
 logger = logging.getLogger(__name__)
 

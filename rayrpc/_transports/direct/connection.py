@@ -167,16 +167,21 @@ class CallerConnection:
 
     def fail(self, error: BaseException) -> None:
         """End the connection and its calls."""
+        calls = self.take_calls()
+        if self._stream is not None:
+            self._stream.close()
+        for call in calls:
+            call.set(Error(error))
+
+    def take_calls(self) -> list[ConnectionCall]:
+        """End the connection, and return the calls that have no reply."""
         with self._lock:
             self._is_ending = True
             self.schedule.break_off()
             calls = list(self._calls.values())
             self._calls.clear()
             self._early.clear()
-        if self._stream is not None:
-            self._stream.close()
-        for call in calls:
-            call.set(Error(error))
+        return calls
 
     def end(self, error: BaseException, timeout: float) -> None:
         """Complete the calls whose replies have arrived, and fail the others.
@@ -432,7 +437,8 @@ class CallerConnection:
             if not is_handled:
                 stream.handled()
             return
-        reply = message if message.content is not None else self._expect_large(call.id)
+        is_here = message.content is not None
+        reply = message if is_here else self._owner.expect_large(self, number)
         try:
             if not is_handled:
                 stream.handled()  # from now on the reply is not lost
@@ -442,12 +448,6 @@ class CallerConnection:
             raise
         finally:
             self._calls.pop(number, None)
-
-    def _expect_large(self, call_id: int) -> Pending | Error:
-        try:
-            return self._owner.expect_large(self, call_id)
-        except Exception as exc:  # the owner was closed
-            return Error(exc)
 
     # -- the end ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Protocol, TypeVar
 
+from rayrpc._concurrency.outcome import Error
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
@@ -23,8 +24,8 @@ class ConnectionOwner(Protocol[C]):
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
         """Send a request of which the connection sent no byte by another transport."""
 
-    def expect_large(self, connection: C, call_id: int) -> Pending:
-        """Return where a reply will be that a connection has announced."""
+    def expect_large(self, connection: C, call_id: int) -> Pending | Error:
+        """Return where a reply will be that a connection has announced, or why it is lost."""
 
     def on_connection_lost(self, connection: C, reason: str) -> None:
         """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""

@@ -29,7 +29,7 @@ from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
 from rayrpc._transports.direct.address import DirectAddress
 from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake
-from rayrpc._transports.direct.bulk_replies import BULK_BYTES
+from rayrpc._transports.direct.bulk_replies import BULK_BYTES, OPEN_SECONDS
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.dialing import dial
 from rayrpc._transports.direct.listening import Listening
@@ -335,13 +335,15 @@ class DirectTransport(Transport):
         """Send a request, of which its connection sent no byte, by the fallback."""
         return self._call_by_fallback(_for_fallback(peer), frame, reason)
 
-    def expect_large(self, connection: CallerConnection, call_id: int) -> Pending:
-        """Return where a large reply will be that a connection has announced."""
-        bulk = self._bulk_of(connection) or connection.bulk
-        expected = None if bulk is None else bulk.expect(call_id)
-        if expected is None:
-            raise self._lost(connection.peer, "the connection for large messages was cut")
-        return expected
+    def expect_large(self, connection: CallerConnection, call_id: int) -> Pending | Error:
+        """Return where a large reply will be that a connection has announced, or why it is lost."""
+        while True:
+            bulk = self._bulk_of(connection) or connection.bulk
+            expected = None if bulk is None else bulk.expect(call_id)
+            if expected is not None:
+                return expected
+            if bulk is None or connection.is_broken or not bulk.may_be_replaced:
+                return Error(self._lost(connection.peer, "that for large messages was cut"))
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
         """Use the fallback from now on; fail the calls that were sent on the connection.
@@ -353,13 +355,17 @@ class DirectTransport(Transport):
             current = None if route is None else route.connection
             if route is not None and current is connection:
                 route.reason = reason
+        if current is not None and current.bulk is connection and connection.may_be_replaced:
+            first = current
+            self._threads.submit(lambda: self._open_bulk_again(first, connection, reason))
+            return
         self._threads.submit(lambda: self._fail_calls(connection, reason))
         if self._closed or route is None or current is None:
             return
         if current is connection:
             self._log_fallback(connection.peer, reason)
             self._threads.submit(lambda: self._reopen(connection, route))
-        elif current.bulk is connection and not connection.may_be_replaced:
+        elif current.bulk is connection:
             current.break_off(reason)  # the two are lost together
 
     def _reopen(self, broken: CallerConnection, route: _Route) -> None:
@@ -381,6 +387,32 @@ class DirectTransport(Transport):
                 route.reason = ""
                 route.connection = self._new_connection(broken.peer, connected)
                 return
+
+    def _open_bulk_again(
+        self, connection: CallerConnection, bulk: CallerConnection, reason: str
+    ) -> None:
+        """Expect large replies on another connection, as theirs could not be made.
+
+        Args:
+            connection: which has announced them; while it lives, the peer keeps them.
+            bulk: that could not be made.
+            reason: why.
+        """
+        deadline = Deadline(OPEN_SECONDS)
+        while not (connection.is_broken or deadline.expired or self._closing.wait(REOPEN_SECONDS)):
+            try:
+                connected = self.connect(bulk.peer, is_bulk=True)
+            except (OSError, EOFError, AuthenticationError):
+                continue
+            with self._lock:
+                if connection.bulk is bulk and not (connection.is_broken or self._closed):
+                    connection.bulk = self._new_connection(bulk.peer, connected, is_bulk=True)
+                else:
+                    connected.close()
+            for call in bulk.take_calls():
+                call.set(self.expect_large(connection, call.id))
+            return
+        self._fail_calls(bulk, reason)
 
     def _fail_calls(self, connection: CallerConnection, reason: str) -> None:
         peer = connection.peer

@@ -190,6 +190,54 @@ class TestLoss:
         assert len(caller.fallback.calls) == 1
 
 
+    def refuse_bulk(self, transport, monkeypatch, times):
+        """Have the first attempts to connect for large messages fail; return when they began."""
+        began: list[float] = []
+        connect = transport.connect
+
+        def refuse(peer, is_bulk=False):
+            if is_bulk:
+                began.append(time.monotonic())
+                if len(began) <= times:
+                    raise OSError("refused by the test")
+            return connect(peer, is_bulk)
+
+        monkeypatch.setattr(transport, "connect", refuse)
+        monkeypatch.setattr("rayrpc._transports.direct.transport.REOPEN_SECONDS", 0.05)
+        return began
+
+    def test_large_replies_wait_until_their_connection_is_made(self, pair, monkeypatch):
+        caller, callee = pair
+        replies_with(callee, lambda frame: [LARGE])
+        began = self.refuse_bulk(caller.transport, monkeypatch, times=3)
+        calls = [caller.call(callee, number) for number in range(1, 4)]
+        assert [bytes(call.wait(WAIT_SECONDS).buffers[0]) for call in calls] == [LARGE] * 3
+        assert len(began) > 3
+        assert caller.call(callee, 4).wait(WAIT_SECONDS)
+        assert callee.served == 4 and not caller.fallback.calls
+
+    def test_they_are_lost_if_it_cannot_be_made_in_time(self, pair, monkeypatch):
+        monkeypatch.setattr("rayrpc._transports.direct.transport.OPEN_SECONDS", 0.3)
+        caller, callee = pair
+        replies_with(callee, lambda frame: [LARGE] if frame.call_id == 2 else [])
+        self.refuse_bulk(caller.transport, monkeypatch, times=1_000_000)
+        assert caller.call(callee, 1).wait(WAIT_SECONDS).data == b"x"
+        with pytest.raises(CallLostError, match="refused by the test"):
+            caller.call(callee, 2).wait(WAIT_SECONDS)
+        assert caller.call(callee, 3).wait(WAIT_SECONDS).data == b"x"  # its connection lives
+
+    def test_they_are_lost_with_the_connection_that_announced_them(self, pair, monkeypatch):
+        caller, callee = pair
+        replies_with(callee, lambda frame: [LARGE])
+        began = self.refuse_bulk(caller.transport, monkeypatch, times=1_000_000)
+        outcomes: list[Any] = []
+        caller.call(callee, 1).on_done(outcomes.append)
+        assert eventually(lambda: began)
+        connections(caller, callee)[0].break_off("cut by the test")
+        assert eventually(lambda: outcomes)
+        assert isinstance(outcomes[0].error, CallLostError)
+
+
 class TestUnread:
     def test_no_more_requests_are_read_than_the_replies_that_the_peer_does_not_read(
         self, pair, monkeypatch
