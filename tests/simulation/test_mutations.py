@@ -9,6 +9,7 @@ pytestmark = pytest.mark.process
 MOST_SEEDS = 10_000
 
 CONNECTION = "_transports.direct.connection"
+REPLY_READER = "_transports.direct.reply_reader"
 CALL = "_transports.direct.connection_call"
 SCHEDULE = "_transports.direct.reader_schedule"
 SEND_QUEUE = "_transports.direct.send_queue"
@@ -25,7 +26,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a caller that has its reply keeps the role of the reader",
-        CONNECTION,
+        REPLY_READER,
         """\
                     self._release_reader(call.turn or call)
                     if is_done:
@@ -37,7 +38,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a caller that gives up drops the turn that it was given",
-        CONNECTION,
+        REPLY_READER,
         "        if reads:\n            self._on_read_error",
         "        if reads and type(error) is not TimeoutError:\n            self._on_read_error",
     ),
@@ -95,7 +96,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a connection that is cut is not broken off",
-        CONNECTION,
+        REPLY_READER,
         """            self._break_off(f"its connection was cut ({exc})")\n""",
         "            pass\n",
     ),

@@ -21,7 +21,7 @@ SEEDS = {
 REGRESSIONS = [
     (
         "transport",
-        1396,
+        309,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
@@ -31,7 +31,7 @@ REGRESSIONS = [
     ),
     (
         "connection",
-        18,
+        44,
         Mutation(
             "an error of a callback goes to the thread that had asked for it",
             "_transports.direct.connection_call",
@@ -44,7 +44,7 @@ REGRESSIONS = [
         19,
         Mutation(
             "Ctrl-C in a thread that waits leaves its turn to read with it",
-            "_transports.direct.connection",
+            "_transports.direct.reply_reader",
             "                self._stop_waiting(call, exc)\n            except",
             "                type(exc) is TimeoutError and self._stop_waiting(call, exc)\n"
             "            except",
@@ -52,7 +52,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        4680,
+        4130,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",

@@ -9,59 +9,43 @@ Large messages have a connection of their own beside this one, so that small one
 large request goes by it, and its reply; a large reply to a small request is announced here, and
 expected there.  The two are lost together.
 
-Which thread reads the replies is the matter of ``reader_schedule``.
+Which thread reads the replies is the matter of ``reply_reader``.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import socket
-import threading
 import time
 from collections.abc import Iterable
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
-from rayrpc._concurrency.promise import Promise
-from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
+from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
-from rayrpc._protocol.transport import Pending
-from rayrpc._transports.direct.connection_call import READ, ConnectionCall, take_unsent
+from rayrpc._transports.direct.connection_call import ConnectionCall, take_unsent
 from rayrpc._transports.direct.connection_owner import ConnectionOwner
 from rayrpc._transports.direct.peer_process import pid_of_peer
-from rayrpc._transports.direct.reader_schedule import (
-    BROKEN,
-    CALLER_READS,
-    NOTHING,
-    START_DELAYED,
-    START_THREAD,
-    THREAD_READS,
-    ReaderSchedule,
-    Start,
-)
+from rayrpc._transports.direct.reader_schedule import BROKEN
 from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc._transports.direct.reply_reader import ReplyReader
 from rayrpc._transports.direct.stream import Stream
-from rayrpc._transports.direct.wire import TICK_SECONDS, Message
+from rayrpc._transports.direct.wire import Message
 
 __all__ = ["CallerConnection"]
 
-logger = logging.getLogger(__name__)
-
 # With so many callbacks due, more calls are likely to follow: they are sent together.
 BURST = 8
-# Replies whose callbacks are not urgent are read after this time, or along with others.
-DELAY_SECONDS = 0.005
 # How often ``end`` checks whether the replies are read.
 READ_POLL_SECONDS = 0.001
 
 
-class CallerConnection:
+class CallerConnection(ReplyReader):
     """Call one peer.
 
-    A thread of the cache connects; calls are sent when it has.
+    A thread of the cache connects, after ``open`` or the first call; calls are sent when it has.
 
     Args:
         peer (Member): the callee.
@@ -83,6 +67,7 @@ class CallerConnection:
         connected: socket.socket | None = None,
         is_bulk: bool = False,
     ) -> None:
+        super().__init__(threads, watchdog)
         self.peer = peer
         self.is_bulk = is_bulk
         #: the connection for large messages beside this one; the owner makes it
@@ -90,19 +75,22 @@ class CallerConnection:
         #: id of the peer's process, if it is on this node; known once connected
         self.peer_pid: int | None = None
         self._owner = owner
-        self._threads = threads
-        self._watchdog = watchdog
         self._memory = memory
-        self._lock = threading.Lock()
         # Added to under the lock, unless BROKEN.  Readers remove a call without it, as
         # ``dict.pop`` is atomic, when its reply is set, which ``fail`` cannot set again.
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
-        #: guarded by the lock, which calls share
-        self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
         self._is_ending = False  # the owner knows of the end
-        self._stream: Stream | None = None
-        threads.submit(functools.partial(self._connect, connected))
+        self._connected = connected
+        self._is_opening = False
+
+    def open(self) -> None:
+        """Connect, in a thread of the cache; may be called again.
+
+        Not done by the constructor: a connection that an interrupt kept its owner from storing
+        would open, and replies that no call expects there would arrive on it.
+        """
+        self._threads.submit(self._connect)
 
     # -- calling ------------------------------------------------------------------------------
 
@@ -118,7 +106,9 @@ class CallerConnection:
                 self._calls[call.id] = call
                 stream = self._stream
                 call.is_sending = stream is not None
-            if stream is not None:
+            if stream is None:
+                self.open()
+            else:
                 burst = self.schedule.callbacks >= BURST
                 if stream.send(call.id, frame, burst):
                     call.frame = None
@@ -126,8 +116,8 @@ class CallerConnection:
                     call.kept()
                     if burst:
                         stream.flush_later()
-        except BaseException:  # an interrupt: nothing waits for the reply
-            self._calls.pop(call.id, None)
+        except BaseException:  # an interrupt: nothing waits for the reply, but it is read
+            call.frame = None
             raise
         return call
 
@@ -142,6 +132,8 @@ class CallerConnection:
                 self._calls[call_id] = call
         if early is not None:
             call.set(early)
+        elif self._stream is None:
+            self.open()
         return call
 
     @property
@@ -211,27 +203,17 @@ class CallerConnection:
         stream.trim()
         self._read_if_idle(stream)
 
-    def _read_if_idle(self, stream: Stream) -> bool:
-        """Read what has arrived in this thread; return False if there is another reader."""
-        with self._lock:
-            if not self.schedule.claim(THREAD_READS):
-                return False
-        try:
-            while stream.wait(0) and (message := self._next(stream)) is not None:
-                self._complete(message)
-        except BaseException as exc:
-            self._on_read_error(exc)
-            raise
-        finally:
-            self._release_reader()
-        return True
-
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
         if self._stream is not None:
             self._stream.close_after_fork()
 
-    def _connect(self, connection: socket.socket | None) -> None:
+    def _connect(self) -> None:
+        with self._lock:
+            if self._is_opening:
+                return
+            self._is_opening = True
+        connection = self._connected
         try:
             if connection is None:
                 connection = self._owner.connect(self.peer, self.is_bulk)
@@ -255,173 +237,7 @@ class CallerConnection:
                 call.frame = None
         self._release_reader()
 
-    # -- waiting and reading ------------------------------------------------------------------
-
-    def wait_reply(self, call: ConnectionCall, deadline: float | None) -> None:
-        """Wait for the reply of a call; read the connection if no other thread does.
-
-        Raises:
-            TimeoutError: it did not arrive before the deadline.
-        """
-        try:
-            while True:
-                with self._lock:
-                    if call.is_done:
-                        return
-                    call.turn = None
-                    reads = self.schedule.claim(CALLER_READS, call)
-                    if not reads:
-                        self.schedule.add_caller(call.new_turn())
-                if reads or self._wait_turn(call, deadline):
-                    is_done = self._read_until(call, deadline)
-                    self._release_reader(call.turn or call)
-                    if is_done:
-                        return
-        except BaseException as exc:  # a time-out, or anything else at any point: Ctrl-C
-            try:
-                self._stop_waiting(call, exc)
-            except BaseException as interrupt:
-                self._threads.submit(functools.partial(self._stop_waiting, call, interrupt))
-                raise
-            raise
-
-    def _wait_turn(self, call: ConnectionCall, deadline: float | None) -> bool:
-        """Wait for a reply, or for the turn to read; return True if this thread is to read."""
-        reads = call.wait_turn(deadline)
-        with self._lock:
-            if call.turn is not None:
-                self.schedule.remove_caller(call.turn)
-        return reads
-
-    def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
-        """End the wait of this thread, and its turn to read, wherever an exception came."""
-        turn = call.turn
-        with self._lock:
-            reads = self.schedule.reader is call
-        if turn is not None:
-            call.end_turn()  # unless another thread was faster, just now
-            with self._lock:
-                self.schedule.remove_caller(turn)
-                reads |= self.schedule.reader is turn and turn.value is READ
-        if reads:
-            self._on_read_error(error)
-            self._release_reader(turn or call)
-        else:
-            self.repair()
-
-    def _read_until(self, call: ConnectionCall, deadline: float | None) -> bool:
-        """Read until a call is complete; return False if the connection breaks before."""
-        stream = self._stream
-        assert stream is not None
-        while not call.is_done:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
-                    raise TimeoutError
-            message = self._next(stream)
-            if message is not None:
-                self._complete(message)
-            elif self.schedule.state == BROKEN:
-                return False
-        return True
-
-    def _release_reader(self, by: object = None) -> None:
-        """End a turn to read, and begin the next.
-
-        Args:
-            by: whose turn it is; see ``ReaderSchedule.reader``.
-        """
-        while True:
-            with self._lock:
-                following = self.schedule.release(by)
-            if following is NOTHING:
-                return
-            if following is START_THREAD:
-                self.start_reader(START_THREAD)
-                return
-            assert isinstance(following, Promise)
-            if following.set(READ) or following.value is READ:
-                return
-            by = following  # it waits no longer
-
-    def repair(self) -> None:
-        """Do what an interrupt has left of what the schedule says."""
-        with self._lock:
-            schedule = self.schedule
-            turn = schedule.reader
-            starts = schedule.due_start(urgent=True) is START_THREAD or schedule.start
-        if starts:
-            self.start_reader(START_THREAD)
-        if schedule.is_delayed:
-            self.start_reader(START_DELAYED)
-        if schedule.state == BROKEN:
-            self._break_off("its connection was cut")  # the owner may not know of it
-        if isinstance(turn, Promise):
-            turn.set_again(READ)
-            if turn.value is not READ:
-                self._release_reader(turn)  # it waits no longer
-
-    def start_reader(self, start: Start) -> None:
-        """Start a thread that reads, as the schedule says."""
-        if start is START_DELAYED:
-            self._threads.submit(self._read_delayed)
-        else:
-            self._threads.submit(functools.partial(self._begin_to_read, self.schedule.start))
-
-    def _begin_to_read(self, start: int) -> None:
-        with self._lock:
-            begins = self.schedule.begin(start)
-        if begins:
-            self._read_for_callbacks()
-
-    def _read_for_callbacks(self) -> None:
-        """Read and complete calls while callbacks are due, or until this thread is released."""
-        stream = self._stream
-        assert stream is not None
-        schedule = self.schedule
-        with ReaderRole(self._release_reader, self._watchdog) as role:
-            try:
-                while schedule.callbacks:
-                    message = self._next(stream)
-                    if message is not None:
-                        stream.handled()  # while no other thread reads
-                        role.message_received()
-                        self._complete(message, is_handled=True)
-                        if not role.message_done():
-                            return
-                    elif schedule.state == BROKEN:
-                        break
-            except BaseException as exc:
-                logger.exception("error in a thread that reads a connection")
-                if role.state != RELEASED:
-                    self._on_read_error(exc)
-        if role.state != RELEASED:
-            self._release_reader()
-
-    def _on_read_error(self, error: BaseException) -> None:
-        """End the connection, unless a time-out or an interrupt has lost no part of a message."""
-        stream = self._stream
-        assert stream is not None
-        is_expected = isinstance(error, TimeoutError) or not isinstance(error, Exception)
-        if not (is_expected and stream.is_intact):
-            self._break_off(f"it could not be read: {error!r}")
-
-    def _read_delayed(self) -> None:
-        time.sleep(DELAY_SECONDS)
-        with self._lock:
-            reads = self.schedule.end_delay()
-        if reads:
-            self._read_for_callbacks()
-
-    def _next(self, stream: Stream) -> Message | None:
-        """Return the next message; None after a tick without one, or if the connection broke."""
-        try:
-            return stream.read()
-        except TimeoutError:
-            return None
-        except EOFError as exc:
-            self._break_off(f"its connection was cut ({exc})")
-            return None
+    # -- replies ------------------------------------------------------------------------------
 
     def _complete(self, message: Message, is_handled: bool = False) -> None:
         number = message.number

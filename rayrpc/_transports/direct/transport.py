@@ -125,7 +125,6 @@ class DirectTransport(Transport):
         self._find: Callable[[int], Member | None] = lambda _: None
         self._routes: dict[str, _Route] = {}  # by the peer's token
         self._lock = threading.Lock()
-        self._closed = False
         self._closing = threading.Event()
         _close_after_fork(self)
 
@@ -186,9 +185,8 @@ class DirectTransport(Transport):
         self._fallback.flush_replies(deadline.within(timeout))
 
     def close(self) -> None:
-        if self._closed:
+        if self._closing.is_set():
             return
-        self._closed = True
         self._closing.set()
         _transports.discard(self)
         self._silence.close()
@@ -209,6 +207,8 @@ class DirectTransport(Transport):
             route = self._routes.get(peer.token)
             if route is None:
                 route = self._routes[peer.token] = self._new_route(peer)
+                if route.connection is not None:
+                    route.connection.open()
             return route
 
     def _new_route(self, peer: Member) -> _Route:
@@ -239,6 +239,7 @@ class DirectTransport(Transport):
             bulk = connection.bulk
             if bulk is None or bulk.may_be_replaced:
                 bulk = connection.bulk = self._new_connection(connection.peer, is_bulk=True)
+                bulk.open()
             return bulk
 
     def _why_out_of_reach(self, to: DirectAddress) -> str:
@@ -255,7 +256,7 @@ class DirectTransport(Transport):
 
     def _connections(self) -> list[CallerConnection]:
         routes = list(self._routes.values())
-        connections = [route.connection for route in routes if route.connection is not None]
+        connections = [each.connection for each in routes if each.connection is not None]
         return connections + [each.bulk for each in connections if each.bulk is not None]
 
     def _trim(self) -> None:
@@ -339,8 +340,7 @@ class DirectTransport(Transport):
         """Return where a large reply will be that a connection has announced, or why it is lost."""
         while True:
             bulk = self._bulk_of(connection) or connection.bulk
-            expected = None if bulk is None else bulk.expect(call_id)
-            if expected is not None:
+            if bulk is not None and (expected := bulk.expect(call_id)) is not None:
                 return expected
             if bulk is None or connection.is_broken or not bulk.may_be_replaced:
                 return Error(self._lost(connection.peer, "that for large messages was cut"))
@@ -357,10 +357,10 @@ class DirectTransport(Transport):
                 route.reason = reason
         if current is not None and current.bulk is connection and connection.may_be_replaced:
             first = current
-            self._threads.submit(lambda: self._open_bulk_again(first, connection, reason))
+            self._threads.submit(lambda: self._reopen_bulk(first, connection, reason))
             return
         self._threads.submit(lambda: self._fail_calls(connection, reason))
-        if self._closed or route is None or current is None:
+        if self._closing.is_set() or route is None or current is None:
             return
         if current is connection:
             self._log_fallback(connection.peer, reason)
@@ -380,37 +380,37 @@ class DirectTransport(Transport):
                 pause = min(2 * pause, MAX_REOPEN_SECONDS)
                 continue
             with self._lock:
-                if self._routes.get(broken.peer.token) is not route or self._closed:
+                if self._routes.get(broken.peer.token) is not route or self._closing.is_set():
                     connected.close()
-                    return
-                logger.info("calls to %s go by a connection again", broken.peer.name)
-                route.reason = ""
-                route.connection = self._new_connection(broken.peer, connected)
-                return
+                else:
+                    route.reason = ""
+                    route.connection = self._new_connection(broken.peer, connected)
+                    route.connection.open()
+                    logger.info("calls to %s go by a connection again", broken.peer.name)
+            return
 
-    def _open_bulk_again(
-        self, connection: CallerConnection, bulk: CallerConnection, reason: str
-    ) -> None:
+    def _reopen_bulk(self, first: CallerConnection, bulk: CallerConnection, reason: str) -> None:
         """Expect large replies on another connection, as theirs could not be made.
 
         Args:
-            connection: which has announced them; while it lives, the peer keeps them.
+            first: the connection that announced them; while it lives, the peer keeps them.
             bulk: that could not be made.
             reason: why.
         """
         deadline = Deadline(OPEN_SECONDS)
-        while not (connection.is_broken or deadline.expired or self._closing.wait(REOPEN_SECONDS)):
+        while not (first.is_broken or deadline.expired or self._closing.wait(REOPEN_SECONDS)):
             try:
                 connected = self.connect(bulk.peer, is_bulk=True)
             except (OSError, EOFError, AuthenticationError):
                 continue
             with self._lock:
-                if connection.bulk is bulk and not (connection.is_broken or self._closed):
-                    connection.bulk = self._new_connection(bulk.peer, connected, is_bulk=True)
+                if first.bulk is bulk and not (first.is_broken or self._closing.is_set()):
+                    first.bulk = self._new_connection(bulk.peer, connected, is_bulk=True)
+                    first.bulk.open()
                 else:
                     connected.close()
             for call in bulk.take_calls():
-                call.set(self.expect_large(connection, call.id))
+                call.set(self.expect_large(first, call.id))
             return
         self._fail_calls(bulk, reason)
 

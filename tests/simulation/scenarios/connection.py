@@ -158,6 +158,7 @@ class _Run:
         self.connection = CallerConnection(
             Member("callee", "token", 1), self, self.threads, self.watchdog
         )
+        self.connection.open()
         self.scheduler.invariants.append(self.nobody_reads)
         callers = [
             Thread(target=self.make_calls, name=f"caller {number}", args=(caller, not number))

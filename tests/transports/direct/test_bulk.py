@@ -113,6 +113,24 @@ class TestConnection:
         release.set()
         assert huge.wait(WAIT_SECONDS)
 
+    def test_an_interrupt_leaves_no_connection_that_opens_and_is_not_used(self, pair, monkeypatch):
+        caller, callee = pair
+        caller.call(callee).wait(WAIT_SECONDS)
+        threads = caller.transport._threads
+        submit = threads.submit
+
+        def submit_and_be_interrupted(task):
+            monkeypatch.undo()
+            submit(task)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(threads, "submit", submit_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            caller.call(callee, 2, buffers=[LARGE])
+        reply = caller.call(callee, 3, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert bytes(reply.buffers[0]) == LARGE
+        assert len(served_by(callee)[1]) == 1
+
     def test_a_reply_that_overtakes_its_announcement_waits_for_it(self, pair):
         caller, callee = pair
         caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
@@ -134,6 +152,7 @@ class TestLoss:
         before = connections(caller, callee)
         before[broken].break_off("cut by the test")
         assert eventually(lambda: all(each.schedule.state == 4 for each in before))
+        assert eventually(lambda: connections(caller, callee)[0] is not before[0])
         assert eventually(lambda: caller.transport._routes[callee.token].reason == "")
         assert bytes(caller.call(callee, 2).wait(WAIT_SECONDS).buffers[0]) == LARGE
         assert not set(before) & set(connections(caller, callee))
@@ -188,7 +207,6 @@ class TestLoss:
         monkeypatch.undo()
         assert caller.call(callee, 4, buffers=[LARGE]).wait(WAIT_SECONDS)
         assert len(caller.fallback.calls) == 1
-
 
     def refuse_bulk(self, transport, monkeypatch, times):
         """Have the first attempts to connect for large messages fail; return when they began."""

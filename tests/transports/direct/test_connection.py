@@ -46,6 +46,7 @@ def connection(request, callee):
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
     connection: Any = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
     connection.owner = owner
+    connection.open()
     yield connection
     connection.fail(CallLostError("the test is over"))
     threads.close()

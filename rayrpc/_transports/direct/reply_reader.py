@@ -1,0 +1,242 @@
+"""Read the replies of a connection, in the threads that wait for them or in one of the cache.
+
+Which thread reads is the matter of ``reader_schedule``; here it does, and passes its turn on.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import logging
+import threading
+import time
+
+from rayrpc._concurrency.promise import Promise
+from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._transports.direct.connection_call import READ, ConnectionCall
+from rayrpc._transports.direct.reader_schedule import (
+    BROKEN,
+    CALLER_READS,
+    NOTHING,
+    START_DELAYED,
+    START_THREAD,
+    THREAD_READS,
+    ReaderSchedule,
+    Start,
+)
+from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.wire import TICK_SECONDS, Message
+
+__all__ = ["ReplyReader"]
+
+logger = logging.getLogger(__name__)
+
+# Replies whose callbacks are not urgent are read after this time, or along with others.
+DELAY_SECONDS = 0.005
+
+
+class ReplyReader(abc.ABC):
+    """Reads the replies of a connection.
+
+    Args:
+        threads (ThreadCache): for reading what calls back.
+        watchdog (ReaderWatchdog): releases readers that stay in one callback.
+    """
+
+    def __init__(self, threads: ThreadCache, watchdog: ReaderWatchdog) -> None:
+        self._threads = threads
+        self._watchdog = watchdog
+        self._lock = threading.Lock()
+        #: guarded by the lock, which calls share
+        self.schedule: ReaderSchedule[Promise[object]] = ReaderSchedule()
+        self._stream: Stream | None = None
+
+    @abc.abstractmethod
+    def _complete(self, message: Message, is_handled: bool = False) -> None:
+        """Complete the call whose reply a message is."""
+
+    @abc.abstractmethod
+    def _break_off(self, reason: str) -> None:
+        """End the connection."""
+
+    def wait_reply(self, call: ConnectionCall, deadline: float | None) -> None:
+        """Wait for the reply of a call; read the connection if no other thread does.
+
+        Raises:
+            TimeoutError: it did not arrive before the deadline.
+        """
+        try:
+            while True:
+                with self._lock:
+                    if call.is_done:
+                        return
+                    call.turn = None
+                    reads = self.schedule.claim(CALLER_READS, call)
+                    if not reads:
+                        self.schedule.add_caller(call.new_turn())
+                if reads or self._wait_turn(call, deadline):
+                    is_done = self._read_until(call, deadline)
+                    self._release_reader(call.turn or call)
+                    if is_done:
+                        return
+        except BaseException as exc:  # a time-out, or anything else at any point: Ctrl-C
+            try:
+                self._stop_waiting(call, exc)
+            except BaseException as interrupt:
+                self._threads.submit(functools.partial(self._stop_waiting, call, interrupt))
+                raise
+            raise
+
+    def _wait_turn(self, call: ConnectionCall, deadline: float | None) -> bool:
+        """Wait for a reply, or for the turn to read; return True if this thread is to read."""
+        reads = call.wait_turn(deadline)
+        with self._lock:
+            if call.turn is not None:
+                self.schedule.remove_caller(call.turn)
+        return reads
+
+    def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
+        """End the wait of this thread, and its turn to read, wherever an exception came."""
+        turn = call.turn
+        with self._lock:
+            reads = self.schedule.reader is call
+        if turn is not None:
+            call.end_turn()  # unless another thread was faster, just now
+            with self._lock:
+                self.schedule.remove_caller(turn)
+                reads |= self.schedule.reader is turn and turn.value is READ
+        if reads:
+            self._on_read_error(error)
+            self._release_reader(turn or call)
+        else:
+            self.repair()
+
+    def _read_until(self, call: ConnectionCall, deadline: float | None) -> bool:
+        """Read until a call is complete; return False if the connection breaks before."""
+        stream = self._stream
+        assert stream is not None
+        while not call.is_done:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
+                    raise TimeoutError
+            message = self._next(stream)
+            if message is not None:
+                self._complete(message)
+            elif self.schedule.state == BROKEN:
+                return False
+        return True
+
+    def _release_reader(self, by: object = None) -> None:
+        """End a turn to read, and begin the next.
+
+        Args:
+            by: whose turn it is; see ``ReaderSchedule.reader``.
+        """
+        while True:
+            with self._lock:
+                following = self.schedule.release(by)
+            if following is NOTHING:
+                return
+            if following is START_THREAD:
+                self.start_reader(START_THREAD)
+                return
+            assert isinstance(following, Promise)
+            if following.set(READ) or following.value is READ:
+                return
+            by = following  # it waits no longer
+
+    def repair(self) -> None:
+        """Do what an interrupt has left of what the schedule says."""
+        with self._lock:
+            schedule = self.schedule
+            turn = schedule.reader
+            starts = schedule.due_start(urgent=True) is START_THREAD or schedule.start
+        if starts:
+            self.start_reader(START_THREAD)
+        if schedule.is_delayed:
+            self.start_reader(START_DELAYED)
+        if schedule.state == BROKEN:
+            self._break_off("its connection was cut")  # the owner may not know of it
+        if isinstance(turn, Promise):
+            turn.set_again(READ)
+            if turn.value is not READ:
+                self._release_reader(turn)  # it waits no longer
+
+    def start_reader(self, start: Start) -> None:
+        """Start a thread that reads, as the schedule says."""
+        if start is START_DELAYED:
+            self._threads.submit(self._read_delayed)
+        else:
+            self._threads.submit(functools.partial(self._begin_to_read, self.schedule.start))
+
+    def _begin_to_read(self, start: int) -> None:
+        with self._lock:
+            begins = self.schedule.begin(start)
+        if begins:
+            self._read_for_callbacks()
+
+    def _read_for_callbacks(self) -> None:
+        """Read and complete calls while callbacks are due, or until this thread is released."""
+        stream = self._stream
+        assert stream is not None
+        schedule = self.schedule
+        with ReaderRole(self._release_reader, self._watchdog) as role:
+            try:
+                while schedule.callbacks:
+                    message = self._next(stream)
+                    if message is not None:
+                        stream.handled()  # while no other thread reads
+                        role.message_received()
+                        self._complete(message, is_handled=True)
+                        if not role.message_done():
+                            return
+                    elif schedule.state == BROKEN:
+                        break
+            except BaseException as exc:
+                logger.exception("error in a thread that reads a connection")
+                if role.state != RELEASED:
+                    self._on_read_error(exc)
+        if role.state != RELEASED:
+            self._release_reader()
+
+    def _on_read_error(self, error: BaseException) -> None:
+        """End the connection, unless a time-out or an interrupt has lost no part of a message."""
+        stream = self._stream
+        assert stream is not None
+        is_expected = isinstance(error, TimeoutError) or not isinstance(error, Exception)
+        if not (is_expected and stream.is_intact):
+            self._break_off(f"it could not be read: {error!r}")
+
+    def _read_delayed(self) -> None:
+        time.sleep(DELAY_SECONDS)
+        with self._lock:
+            reads = self.schedule.end_delay()
+        if reads:
+            self._read_for_callbacks()
+
+    def _next(self, stream: Stream) -> Message | None:
+        """Return the next message; None after a tick without one, or if the connection broke."""
+        try:
+            return stream.read()
+        except TimeoutError:
+            return None
+        except EOFError as exc:
+            self._break_off(f"its connection was cut ({exc})")
+            return None
+
+    def _read_if_idle(self, stream: Stream) -> bool:
+        """Read what has arrived in this thread; return False if there is another reader."""
+        with self._lock:
+            if not self.schedule.claim(THREAD_READS):
+                return False
+        try:
+            while stream.wait(0) and (message := self._next(stream)) is not None:
+                self._complete(message)
+        except BaseException as exc:
+            self._on_read_error(exc)
+            raise
+        finally:
+            self._release_reader()
+        return True
