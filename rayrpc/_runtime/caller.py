@@ -364,10 +364,11 @@ class Caller:
 
     def finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
-        call.finishers.append(me := object())
-        if call.finishers[0] is not me:  # an interrupted ``on_reply`` was called again
-            return
+        me = object()
         try:
+            call.finishers.append(me)
+            if call.finishers[0] is not me:  # an interrupted ``on_reply`` was called again
+                return
             if call.on_created is not None:
                 call.on_created()
             request = call.request
@@ -387,7 +388,8 @@ class Caller:
                 self._open.pop(request.id, None)
                 call.done(result)
         except BaseException:  # an interrupt: ``on_reply`` is called again
-            call.finishers.clear()
+            if call.finishers[:1] == [me]:
+                call.finishers.clear()
             raise
 
     # -- replies ------------------------------------------------------------------------------
