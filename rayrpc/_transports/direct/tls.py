@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import ssl
 import threading
@@ -161,7 +162,7 @@ class TlsSocket(socket.socket):
                 finally:  # the cipher answers, too
                     self._collect()
                     with contextlib.suppress(BlockingIOError):  # the next message takes it along
-                        self._flush(socket.MSG_DONTWAIT)
+                        self._flush(0)
             data = super().recv(CHUNK)
             if data:
                 self._received.write(data)
@@ -187,13 +188,21 @@ class TlsSocket(socket.socket):
 
         After BlockingIOError call it again with the same bytes: they are encrypted already.
         """
-        with self._lock:
-            if not self._count:
-                self._count = self._encrypt(buffers)
-                self._collect()
-            self._flush(flags)
-            count, self._count = self._count, 0
-            return count
+        while True:
+            try:
+                with self._lock:
+                    if not self._count:
+                        self._count = self._encrypt(buffers)
+                        self._collect()
+                    self._flush(flags)
+                    count, self._count = self._count, 0
+                    return count
+            except BlockingIOError:
+                if flags & socket.MSG_DONTWAIT:
+                    raise
+            # without the lock: the peer may wait until this end reads
+            if not self._is_writable(self.gettimeout()):
+                raise TimeoutError("timed out")
 
     def _encrypt(self, buffers: Iterable[Any]) -> int:
         count = 0
@@ -210,6 +219,15 @@ class TlsSocket(socket.socket):
             self._unsent = memoryview(bytes(self._unsent) + self._encrypted.read())
 
     def _flush(self, flags: int) -> None:
-        """Send encrypted bytes, with the lock held."""
+        """Send encrypted bytes, with the lock held; raise BlockingIOError instead of waiting."""
         while len(self._unsent):
-            self._unsent = self._unsent[super().send(self._unsent, flags) :]
+            if self.gettimeout() is not None and not self._is_writable(0):
+                raise BlockingIOError  # a socket with a timeout would wait itself
+            sent = super().send(self._unsent, flags | socket.MSG_DONTWAIT)
+            self._unsent = self._unsent[sent:]
+
+    def _is_writable(self, seconds: float | None) -> bool:
+        """Wait until the socket takes more bytes; return False if it does not in time."""
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))

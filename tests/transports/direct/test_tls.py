@@ -113,6 +113,41 @@ class TestSocket:
             assert not thread.is_alive()
         assert received[0] == data[1] and received[1] == data[0]
 
+    @pytest.mark.parametrize("timeout", [None, WAIT_SECONDS])
+    def test_two_ends_that_both_wait_to_send_are_read(self, tls, pair, timeout):
+        ends = pair(tls, tls)
+        received = [bytearray(), bytearray()]
+        for end in ends:
+            end.settimeout(timeout)
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, 1 << 16)
+
+        def receive(number):
+            while len(received[number]) < 4 << 20:
+                received[number] += ends[number].recv(1 << 16)
+
+        senders = [
+            threading.Thread(target=end.sendall, args=(bytes(4 << 20),), daemon=True)
+            for end in ends
+        ]
+        for thread in senders:
+            thread.start()
+        for thread in senders:
+            thread.join(0.2)
+            assert thread.is_alive()  # there is no room for so much
+        receivers = [threading.Thread(target=receive, args=(n,), daemon=True) for n in (0, 1)]
+        for thread in receivers:
+            thread.start()
+        for thread in senders + receivers:
+            thread.join(WAIT_SECONDS)
+            assert not thread.is_alive()
+
+    def test_a_send_that_the_peer_does_not_read_times_out(self, tls, pair):
+        client, _ = pair(tls, tls)
+        client.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            client.sendall(bytes(32 << 20))
+
     def test_what_would_block_is_sent_by_the_same_call_again(self, tls, pair):
         client, server = pair(tls, tls)
         client.settimeout(None)  # as of all connections: else the socket waits itself
