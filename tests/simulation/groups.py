@@ -31,12 +31,14 @@ class Program:
         users: threads of the workers.
         faults: what goes wrong.
         slots: how many functions a worker runs at a time.
+        near: the workers are on one node, else each on its own.
     """
 
     workers: int
     users: tuple[User, ...]
     faults: Faults
     slots: int = 16
+    near: bool = False
 
 
 def smaller(
@@ -50,6 +52,8 @@ def smaller(
     """
     for faults in program.faults.smaller():
         yield dataclasses.replace(program, faults=faults)
+    if program.near:
+        yield dataclasses.replace(program, near=False)
     for index, user in enumerate(program.users):
         before, after = program.users[:index], program.users[index + 1 :]
         if before or after:
@@ -79,7 +83,7 @@ class GroupRun:
 
     def run(self) -> None:
         """Start the workers and the users, and wait until all users have ended."""
-        start_workers(self.program.workers, self.program.slots)
+        start_workers(self.program.workers, self.program.slots, self.program.near)
         users = [
             Thread(target=self.use, name=f"user {index}", args=(index, user))
             for index, user in enumerate(self.program.users)

@@ -31,13 +31,14 @@ class Worker:
         hub (MemoryHub): shared by the workers of the group.
         number (int): its name is ``w`` and the number.
         slots (int): how many functions it runs at a time.
+        near (bool): all workers are on one node.
     """
 
-    def __init__(self, hub: MemoryHub, number: int, slots: int) -> None:
+    def __init__(self, hub: MemoryHub, number: int, slots: int, near: bool) -> None:
         self.name = f"w{number}"
         self.is_dead = False
         token = f"token-{number}"
-        fallback = MemoryTransport(hub, token, f"127.0.0.{number + 1}")
+        fallback = MemoryTransport(hub, token, f"127.0.0.{1 if near else number + 1}")
         self.transport = DirectTransport(fallback, token, worker=self.name)
         self.directory = MemoryDirectory(hub, "group")
         me = Member(token, self.name, -1, address=self.transport.address, node=fallback.node)
@@ -83,10 +84,10 @@ class Worker:
         self.agent.caller.close()  # its own users end with it
 
 
-def start_workers(count: int, slots: int = 16) -> list[Worker]:
+def start_workers(count: int, slots: int = 16, near: bool = False) -> list[Worker]:
     """Start a group; its workers are in ``WORKERS``."""
     hub = MemoryHub()
-    WORKERS[:] = [Worker(hub, number, slots) for number in range(count)]
+    WORKERS[:] = [Worker(hub, number, slots, near) for number in range(count)]
     return WORKERS
 
 

@@ -79,7 +79,7 @@ class Agents:
         faults = Faults.some(rng, workers, dies)
         if faults.finalizers:  # a finalizer may call its own worker, and wait
             slots = 16
-        return Program(workers, users, faults, slots)
+        return Program(workers, users, faults, slots, near=rng.random() < 0.3)
 
     def smaller(self, program: Program) -> Iterator[Program]:
         return smaller(program, _simpler)

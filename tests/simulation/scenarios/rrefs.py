@@ -71,7 +71,8 @@ class RRefs:
             for _ in range(rng.randint(1, 3))
         )
         dies = (rng.randrange(workers), rng.random() ** 2 * 0.05) if rng.random() < 0.2 else None
-        return Program(workers, users, Faults.some(rng, workers, dies))
+        faults = Faults.some(rng, workers, dies)
+        return Program(workers, users, faults, near=rng.random() < 0.3)
 
     def smaller(self, program: Program) -> Iterator[Program]:
         return smaller(program)
