@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import SharedForks
 from rayrpc._transports.direct.shared_memory import copied
+from rayrpc._transports.direct.wire import is_writable
 
 __all__ = ["SendQueue"]
 
@@ -296,7 +296,7 @@ class SendQueue:
                     )
             except BlockingIOError:
                 skipped = 0
-                if not self._writable(timeout):
+                if not is_writable(self._connection, timeout):
                     self._hand_over(threading.get_ident())
                     return False
                 continue
@@ -351,14 +351,6 @@ class SendQueue:
         except BaseException:  # no memory
             self._break(self._writing, self._written)
             raise
-
-    def _writable(self, seconds: float | None) -> bool:
-        try:
-            poll = select.poll()
-            poll.register(self._connection, select.POLLOUT)
-            return bool(poll.poll(None if seconds is None else seconds * 1000))
-        except (OSError, ValueError):
-            return True  # it was closed; the next write fails
 
     def _break(self, messages: list[_Outgoing], done: int) -> None:
         with self._lock:

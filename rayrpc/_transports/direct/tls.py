@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import socket
 import ssl
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from rayrpc._transports.direct.wire import is_writable
 
 __all__ = ["Tls", "TlsSocket", "tls_of_ray"]
 
@@ -201,7 +202,7 @@ class TlsSocket(socket.socket):
                 if flags & socket.MSG_DONTWAIT:
                     raise
             # without the lock: the peer may wait until this end reads
-            if not self._is_writable(self.gettimeout()):
+            if not is_writable(self, self.gettimeout()):
                 raise TimeoutError("timed out")
 
     def _encrypt(self, buffers: Iterable[Any]) -> int:
@@ -221,13 +222,7 @@ class TlsSocket(socket.socket):
     def _flush(self, flags: int) -> None:
         """Send encrypted bytes, with the lock held; raise BlockingIOError instead of waiting."""
         while len(self._unsent):
-            if self.gettimeout() is not None and not self._is_writable(0):
+            if self.gettimeout() is not None and not is_writable(self, 0):
                 raise BlockingIOError  # a socket with a timeout would wait itself
             sent = super().send(self._unsent, flags | socket.MSG_DONTWAIT)
             self._unsent = self._unsent[sent:]
-
-    def _is_writable(self, seconds: float | None) -> bool:
-        """Wait until the socket takes more bytes; return False if it does not in time."""
-        poll = select.poll()
-        poll.register(self, select.POLLOUT)
-        return bool(poll.poll(None if seconds is None else seconds * 1000))

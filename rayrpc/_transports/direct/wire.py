@@ -33,6 +33,7 @@ __all__ = [
     "MessageReader",
     "RELEASED",
     "SharedBuffers",
+    "is_writable",
     "message_parts",
     "notice_part",
     "prepare",
@@ -148,6 +149,16 @@ def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def is_writable(connection: socket.socket, seconds: float | None) -> bool:
+    """Wait until a connection takes more bytes; return False if it does not in time."""
+    try:
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        return bool(poll.poll(None if seconds is None else seconds * 1000))
+    except (OSError, ValueError):
+        return True  # it was closed; the next write fails
 
 
 Allocate = Callable[[int], Any]
