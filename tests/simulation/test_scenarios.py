@@ -21,7 +21,7 @@ SEEDS = {
 REGRESSIONS = [
     (
         "transport",
-        309,
+        6724,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",

@@ -173,9 +173,10 @@ class SendQueue:
             raise
 
     def may_be_unsent(self, call_id: int) -> bool:
-        """Tell whether perhaps no byte was written of a message that is being written."""
+        """Tell whether perhaps no byte was written of a message that ``send`` did not write."""
         with self._lock:
-            return self._is_broken or call_id in _unsent(self._writing, self._written)
+            waiting = any(message.call_id == call_id for message in self._queue)
+            return self._is_broken or waiting or call_id in _unsent(self._writing, self._written)
 
     def flush(self) -> None:
         """Write the messages that were held back."""

@@ -1,0 +1,57 @@
+"""Writing messages: what is sent of memory that changes."""
+
+import contextlib
+import socket
+
+import pytest
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct.send_queue import SendQueue
+from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.wire import prepare
+
+BIG = bytes(8 << 20)  # more than a connection takes while nobody reads
+
+
+@pytest.fixture
+def ends():
+    near, far = socket.socketpair()
+    with near, far:
+        for end in (near, far):
+            prepare(end)
+        yield near, far
+
+
+@pytest.fixture
+def threads():
+    threads = ThreadCache("send-queue-test", idle_seconds=0.2)
+    threads.start()
+    yield threads
+    threads.close()
+
+
+def test_a_message_behind_one_that_is_being_written_may_be_unsent(ends, threads):
+    near, _ = ends
+    queue = SendQueue(near, threads, lambda unsent: None)
+    assert not queue.send(1, [BIG])
+    assert not queue.send(2, [b"two"])
+    assert queue.may_be_unsent(2) and not queue.may_be_unsent(1)
+
+
+def test_a_request_keeps_its_bytes_if_another_thread_begins_to_write_just_before_it(
+    ends, threads, monkeypatch
+):
+    near, _ = ends
+    stream = Stream(near, threads, lambda unsent: None, True)
+    big = Frame(Kind.CALL, 0, 1, 1, data=b"x", buffers=[BIG])
+    big.is_stable = True
+    monkeypatch.setattr(SendQueue, "is_empty", True)  # when the thread looked
+    with contextlib.closing(stream):
+        stream._pool = None
+        assert not stream.send(1, big)
+        data = bytearray(b"as it was")
+        frame = Frame(Kind.CALL, 0, 1, 2, data=b"x", buffers=[data])
+        assert not stream.send(2, frame)
+        data[:] = bytes(len(data))
+        assert bytes(frame.buffers[0]) == b"as it was"
