@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -326,6 +327,13 @@ class SendQueue:
 
     def _on_interrupt(self, me: int) -> None:
         """Have another thread go on after an exception, if this thread was the writer."""
+        try:
+            self._pass_on(me)
+        except BaseException:  # another interrupt
+            self._threads.submit(functools.partial(self._pass_on, me))
+            raise
+
+    def _pass_on(self, me: int) -> None:
         if self._writer == me and not self._is_exact:
             self._break([], 0)  # what waits for replies to these learns of it
         elif self._writer == HANDED_OVER:  # just now, and the thread may not be started yet

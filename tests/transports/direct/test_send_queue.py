@@ -1,9 +1,11 @@
-"""Writing messages: what is sent of memory that changes."""
+"""Writing messages: what an interrupt leaves, and what is sent of memory that changes."""
 
 import contextlib
 import socket
+from typing import Any
 
 import pytest
+from conftest import eventually
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
@@ -29,6 +31,33 @@ def threads():
     threads.start()
     yield threads
     threads.close()
+
+
+def interrupted_once(function):
+    """Raise KeyboardInterrupt at the first call."""
+    calls: list[Any] = []
+
+    def call(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return function(*args)
+
+    return call
+
+
+def test_a_writer_that_is_interrupted_twice_is_followed_by_another_thread(
+    ends, threads, monkeypatch
+):
+    near, far = ends
+    queue = SendQueue(near, threads, lambda unsent: None)
+    monkeypatch.setattr(queue, "_write", interrupted_once(queue._write))
+    monkeypatch.setattr(queue, "_hand_over", interrupted_once(queue._hand_over))
+    with pytest.raises(KeyboardInterrupt):
+        queue.send(1, [b"one"])
+    assert far.recv(3) == b"one"
+    assert eventually(lambda: queue.is_empty)
+    assert queue.send(2, [b"two"]) and far.recv(3) == b"two"
 
 
 def test_a_message_behind_one_that_is_being_written_may_be_unsent(ends, threads):
