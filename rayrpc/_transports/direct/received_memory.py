@@ -25,6 +25,14 @@ __all__ = ["ReceivedMemory"]
 MAX_FREE_BYTES = 256 << 20
 
 
+class _Block(weakref.ref[Any]):
+    """A reference to what the user of some memory holds."""
+
+    __slots__ = ("memory",)
+
+    memory: Any
+
+
 class ReceivedMemory:
     """Provide the memory of received buffers; thread-safe."""
 
@@ -32,9 +40,10 @@ class ReceivedMemory:
         self._lock = threading.Lock()
         self._free: dict[int, list[tuple[float, Any]]] = collections.defaultdict(list)
         self._free_bytes = 0
-        self._used: dict[int, weakref.ref[Any]] = {}
-        # what was deleted, since when: the garbage collector adds it, which must not take the lock
-        self._deleted: collections.deque[tuple[float, Any]] = collections.deque()
+        self._used: dict[int, _Block] = {}
+        # The garbage collector adds to it, which must not take the lock.  It calls no function in
+        # Python for that: an interrupt would keep the memory in use for ever.
+        self._deleted: collections.deque[_Block] = collections.deque()
 
     def acquire(self, size: int) -> memoryview:
         """Return a buffer of ``size`` bytes: writable, and its own as long as it is referenced.
@@ -52,13 +61,9 @@ class ReceivedMemory:
         if memory is None:
             memory = np.empty(capacity, np.uint8)
         block = (ctypes.c_ubyte * size).from_buffer(memory)
-        key = id(block)
-
-        def on_deleted(_: object) -> None:
-            self._used.pop(key, None)
-            self._deleted.append((time.monotonic(), memory))
-
-        self._used[key] = weakref.ref(block, on_deleted)
+        used = _Block(block, self._deleted.append)
+        used.memory = memory
+        self._used[id(used)] = used
         return np.frombuffer(memoryview(block), np.uint8).data
 
     def trim(self) -> None:
@@ -75,8 +80,11 @@ class ReceivedMemory:
 
     def _collect(self) -> None:
         """Take back what was deleted, up to a limit; with the lock held."""
+        now = time.monotonic()
         while self._deleted:
-            since, memory = self._deleted.popleft()
+            block = self._deleted.popleft()
+            self._used.pop(id(block), None)
+            memory = block.memory
             if self._free_bytes + len(memory) <= MAX_FREE_BYTES:
                 self._free_bytes += len(memory)
-                self._free[len(memory)].append((since, memory))
+                self._free[len(memory)].append((now, memory))
