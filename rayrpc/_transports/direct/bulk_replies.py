@@ -100,6 +100,14 @@ class BulkReplies:
             connection.send_large(each.call_id, each.reply)
         for task in held:
             task()
+        if connection.is_closed:  # just now, perhaps before it was there to be removed
+            self.remove(connection)
+
+    def remove(self, connection: ReplyConnection) -> None:
+        """Use a connection no longer that has ended: it may hold a part of a large message."""
+        with self._lock:
+            if self._connections.get(connection.peer) is connection:
+                del self._connections[connection.peer]
 
     def send(self, source: ReplyConnection, call_id: int, reply: Frame) -> None:
         """Send a reply, or keep it until the peer has opened a connection.
@@ -158,9 +166,6 @@ class BulkReplies:
             left = [each for each in self._waiting.pop(peer, []) if each.source is not source]
             if left:
                 self._waiting[peer] = left
-            connection = self._connections.get(peer)
-            if connection is not None and connection.is_closed:
-                del self._connections[peer]
             held = [] if self._is_full(peer) else self._held.pop(peer, [])
         for task in held:
             task()

@@ -176,8 +176,9 @@ class DirectServer:
         peer = handshake.peer
         stream = Stream(connection, self._threads, lambda unsent: None, False, self._memory)
         bulk = None if handshake.is_bulk or stream.shares_memory else self._bulk
+        on_end = self._bulk.remove if handshake.is_bulk else self._bulk.forget
         served = ServerConnection(
-            connection, peer, stream, self._serve, bulk, self._threads, self._watchdog
+            connection, peer, stream, self._serve, bulk, self._threads, self._watchdog, on_end
         )
         self._connections.add(served)
         if handshake.is_bulk:
@@ -206,6 +207,7 @@ class ServerConnection:
         bulk (BulkReplies | None): sends large replies; None: they go by this connection.
         threads (ThreadCache): runs the readers.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
+        on_end (Callable): called with this one when it has ended.
     """
 
     def __init__(
@@ -217,6 +219,7 @@ class ServerConnection:
         bulk: BulkReplies | None,
         threads: ThreadCache,
         watchdog: ReaderWatchdog,
+        on_end: Callable[[ServerConnection], object] = lambda _: None,
     ) -> None:
         self.socket = connection
         self.peer = peer
@@ -224,6 +227,7 @@ class ServerConnection:
         self._bulk = bulk
         self._threads = threads
         self._watchdog = watchdog
+        self._on_end = on_end
         self._stream = stream
         self._serving = ServingThreads()
         self._closed = False
@@ -303,8 +307,7 @@ class ServerConnection:
                 return
         self._closed = True
         self._stream.close()
-        if self._bulk is not None:
-            self._bulk.forget(self)
+        self._on_end(self)
 
     def _serve_requests(self, role: ReaderRole) -> None:
         me = threading.get_ident()

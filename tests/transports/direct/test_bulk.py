@@ -15,6 +15,7 @@ from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import PendingReply
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES
 from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc._transports.direct.wire import message_parts
 from rayrpc.errors import CallLostError, WorkerDiedError
 
 LARGE = os.urandom(BULK_BYTES + 1)
@@ -179,6 +180,23 @@ class TestLoss:
         assert eventually(lambda: len(outcomes) == 2)
         assert all(isinstance(outcome.error, CallLostError) for outcome in outcomes)
         release.set()
+
+    def test_a_part_of_a_large_message_is_freed_with_its_connection(self, pair):
+        caller, callee = pair
+        caller.call(callee).wait(WAIT_SECONDS)
+        small, _ = connections(caller, callee)
+        large = caller.transport._bulk_of(small)
+        assert eventually(lambda: large._stream and served_by(callee)[1])
+        (end,) = served_by(callee)[0]
+        memory = callee.transport._memory
+        frame = Frame(Kind.CALL, 0, 1, 2, data=b"x")
+        message = b"".join(message_parts(2, frame.pack(), [memoryview(LARGE)]))
+        large._stream._connection.sendall(message[: len(message) // 2])
+        assert eventually(lambda: memory._used)
+        small.break_off("cut by the test")
+        assert eventually(lambda: end.socket.fileno() == -1)
+        large.break_off("cut by the test")
+        assert eventually(lambda: (gc.collect(), memory.trim(), not memory._used)[-1])
 
     def test_the_loss_of_the_peer_ends_both(self, pair):
         caller, callee = pair
