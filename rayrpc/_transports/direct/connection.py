@@ -116,8 +116,9 @@ class CallerConnection(ReplyReader):
                     call.kept()
                     if burst:
                         stream.flush_later()
-        except BaseException:  # an interrupt: nothing waits for the reply, but it is read
+        except BaseException:  # an interrupt: nothing waits for the reply
             call.frame = None
+            self._watchdog.wake()  # its maintenance reads it
             raise
         return call
 
@@ -286,6 +287,7 @@ class CallerConnection(ReplyReader):
             self.reroute(call, reason)
 
     def reroute(self, call: ConnectionCall, reason: str) -> None:
-        """Send a call by another way."""
-        assert call.frame is not None
-        call.set(self._owner.reroute(self.peer, call.frame, reason))
+        """Send a call by another way, unless an interrupt has ended it."""
+        frame = call.frame
+        if frame is not None:
+            call.set(self._owner.reroute(self.peer, frame, reason))
