@@ -90,7 +90,8 @@ class CallerConnection(ReplyReader):
         Not done by the constructor: a connection that an interrupt kept its owner from storing
         would open, and replies that no call expects there would arrive on it.
         """
-        self._threads.submit(self._connect)
+        if not self._is_opening:
+            self._threads.submit(self._connect)
 
     # -- calling ------------------------------------------------------------------------------
 
