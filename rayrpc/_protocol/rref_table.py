@@ -31,9 +31,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import (
@@ -44,59 +42,14 @@ from rayrpc._protocol.messages import (
     ForkRequest,
     UserDelete,
 )
+from rayrpc._protocol.rref_entries import Confirmed, Effect, Owned, Released, Used, UserState
 from rayrpc._protocol.rref_link import Link
 
-__all__ = [
-    "Confirmed",
-    "Effect",
-    "RRefTable",
-    "Released",
-    "UserState",
-]
+__all__ = ["RRefTable"]
 
 
 # How many deletions that have overtaken their creations a worker remembers.
 MAX_CANCELLED = 1000
-
-
-class UserState(Enum):
-    """State of a user's fork; see the drawing above."""
-
-    PENDING = "pending"
-    CONFIRMED = "confirmed"
-
-
-class Confirmed(NamedTuple):
-    """Effect: the owner counts this fork, or is lost; waiters may go on."""
-
-    fork_id: GloballyUniqueId
-
-
-class Released(NamedTuple):
-    """Effect: no other worker holds this RRef, which this worker owns; its cell may be freed."""
-
-    rref_id: GloballyUniqueId
-    cell: Any
-
-
-Effect = Confirmed | Released
-
-
-@dataclass(slots=True)
-class _Owned:
-    cell: Any
-    forks: dict[GloballyUniqueId, int | None]  # fork -> worker that holds it
-    awaits_creation: bool = False  # the remote call that creates it has not arrived
-
-
-@dataclass(slots=True)
-class _Used:
-    rref_id: GloballyUniqueId
-    owner: int
-    parent: int | None
-    state: UserState = UserState.PENDING
-    held: bool = True  # a handle is alive in this process
-    children: set[GloballyUniqueId] = field(default_factory=set)
 
 
 class RRefTable:
@@ -120,8 +73,8 @@ class RRefTable:
         self._new_id = new_id
         self._new_cell = new_cell
         self._lost: set[int] = set()
-        self.owned: dict[GloballyUniqueId, _Owned] = {}
-        self.used: dict[GloballyUniqueId, _Used] = {}
+        self.owned: dict[GloballyUniqueId, Owned] = {}
+        self.used: dict[GloballyUniqueId, Used] = {}
         # forks that the owner does not count yet: child -> (its parent fork here, its worker)
         self._children: dict[GloballyUniqueId, tuple[GloballyUniqueId, int | None]] = {}
         self._links: dict[int, Link] = {}
@@ -145,7 +98,7 @@ class RRefTable:
         if holder in self._lost:  # the call arrived after the loss of its caller was known
             return self._new_cell() if owned is None else owned.cell
         if owned is None:
-            owned = self.owned[rref_id] = _Owned(self._new_cell(), {})
+            owned = self.owned[rref_id] = Owned(self._new_cell(), {})
         owned.forks[fork_id] = holder
         owned.awaits_creation = False
         return owned.cell
@@ -160,13 +113,13 @@ class RRefTable:
         if owned is None:
             if rref_id.created_on in self._lost or rref_id.created_on == self.me:
                 raise KeyError(rref_id)
-            owned = self.owned[rref_id] = _Owned(self._new_cell(), {}, awaits_creation=True)
+            owned = self.owned[rref_id] = Owned(self._new_cell(), {}, awaits_creation=True)
         return owned.cell
 
     def use(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> None:
         """Add a used RRef, whose ``remote`` call this worker sends to ``owner``."""
         if owner not in self._lost:
-            self.used[fork_id] = _Used(rref_id, owner, None)
+            self.used[fork_id] = Used(rref_id, owner, None)
 
     def created(self, fork_id: GloballyUniqueId) -> list[Effect]:
         """Confirm the first fork of a used RRef: the owner replied to the ``remote`` call."""
@@ -210,7 +163,7 @@ class RRefTable:
         if to not in self._lost:
             owned = self.owned.get(rref_id)
             if owned is None:
-                owned = self.owned[rref_id] = _Owned(cell, {})
+                owned = self.owned[rref_id] = Owned(cell, {})
             owned.forks[child] = to
         return fork
 
@@ -242,7 +195,7 @@ class RRefTable:
         if (known := self.used.get(fork.fork_id)) is not None:  # an interrupt came meanwhile
             known.held = True
             return None, []
-        entry = self.used[fork.fork_id] = _Used(fork.rref_id, fork.owner, fork.parent)
+        entry = self.used[fork.fork_id] = Used(fork.rref_id, fork.owner, fork.parent)
         if fork.parent == fork.owner:
             entry.state = UserState.CONFIRMED
         else:
@@ -433,7 +386,7 @@ class RRefTable:
         owned.forks.pop(fork_id, None)
         return self._release_if_unused(rref_id, owned)
 
-    def _release_if_unused(self, rref_id: GloballyUniqueId, owned: _Owned) -> list[Effect]:
+    def _release_if_unused(self, rref_id: GloballyUniqueId, owned: Owned) -> list[Effect]:
         if owned.forks or owned.awaits_creation:
             return []
         del self.owned[rref_id]
@@ -461,7 +414,7 @@ class RRefTable:
         owned.awaits_creation = False
         return self._release_if_unused(rref_id, owned)
 
-    def _delete_if_unused(self, fork_id: GloballyUniqueId, entry: _Used) -> None:
+    def _delete_if_unused(self, fork_id: GloballyUniqueId, entry: Used) -> None:
         if entry.held or entry.children or entry.state is UserState.PENDING:
             return
         self._enqueue(entry.owner, UserDelete, entry.rref_id, fork_id)

@@ -8,7 +8,8 @@ import sys
 
 from rayrpc._protocol import rref_link, rref_table
 from rayrpc._protocol.ids import IdSource
-from rayrpc._protocol.rref_table import RRefTable, UserState
+from rayrpc._protocol.rref_entries import UserState
+from rayrpc._protocol.rref_table import RRefTable
 
 OWNER, A, C = 0, 1, 2
 FILES = {rref_link.__file__, rref_table.__file__}

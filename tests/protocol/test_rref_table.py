@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 
 from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import ChildAccept, Control, Fork, ForkAck, ForkRequest, UserDelete
-from rayrpc._protocol.rref_table import Confirmed, Released, RRefTable, UserState
+from rayrpc._protocol.rref_entries import Confirmed, Released, UserState
+from rayrpc._protocol.rref_table import RRefTable
 
 OWNER, A, C = 0, 1, 2
 

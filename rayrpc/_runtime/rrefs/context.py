@@ -22,7 +22,8 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import Control, Fork
-from rayrpc._protocol.rref_table import Confirmed, Effect, RRefTable
+from rayrpc._protocol.rref_entries import Confirmed, Effect
+from rayrpc._protocol.rref_table import RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc.errors import RpcError
 
