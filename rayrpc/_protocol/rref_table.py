@@ -24,14 +24,15 @@ then keeps an empty cell for it, which that call fills.
 Messages may be delayed, duplicated, reordered or lost.  Each carries a sequence number of its
 link.  The receiver applies every number once and acknowledges, on every frame back, the number
 below which all have arrived; the sender retransmits those that are not acknowledged in time.  When
-a worker leaves or dies, its forks and the messages to it are dropped.
+a worker leaves or dies, its forks and the messages to it are dropped.  What it has sent may still
+arrive; so an owner remembers the RRefs that it has released, and does not create them again.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import (
@@ -44,12 +45,16 @@ from rayrpc._protocol.messages import (
 )
 from rayrpc._protocol.rref_entries import Confirmed, Effect, Owned, Released, Used, UserState
 from rayrpc._protocol.rref_link import Link
+from rayrpc.errors import CallError
 
 __all__ = ["RRefTable"]
 
+_T = TypeVar("_T")
 
 # How many deletions that have overtaken their creations a worker remembers.
 MAX_CANCELLED = 1000
+# How many RRefs that it owned and released a worker remembers.
+MAX_RELEASED = 10_000
 
 
 class RRefTable:
@@ -81,6 +86,9 @@ class RRefTable:
         # first forks that were deleted before the ``remote`` calls that create them arrived: these
         # were interrupted, and may never come
         self._cancelled: dict[GloballyUniqueId, None] = {}
+        # owned RRefs that were released: workers that were lost may have sent messages for them;
+        # plain tuples, which the garbage collector need not visit
+        self._released: dict[tuple[int, int], None] = {}
 
     # -- events of this process -------------------------------------------------------------
 
@@ -107,12 +115,16 @@ class RRefTable:
         """Return the cell of an owned RRef, an empty one if its ``remote`` call has not arrived.
 
         Raises:
-            KeyError: this worker created the RRef and deleted it, or its creator was lost.
+            CallError: this worker has released the RRef, or its creator was lost.
         """
         owned = self.owned.get(rref_id)
         if owned is None:
-            if rref_id.created_on in self._lost or rref_id.created_on == self.me:
-                raise KeyError(rref_id)
+            creator = rref_id.created_on
+            if creator in self._lost or creator == self.me or rref_id in self._released:
+                raise CallError(
+                    f"RRef {rref_id} was released by its owner: the worker that created it, or "
+                    "the workers that held it, are gone. Make the value again."
+                )
             owned = self.owned[rref_id] = Owned(self._new_cell(), {}, awaits_creation=True)
         return owned.cell
 
@@ -182,7 +194,7 @@ class RRefTable:
             used RRef is held from now on under ``fork.fork_id``, unless its owner is lost.
 
         Raises:
-            KeyError: this worker owned the RRef, but it was deleted when its creator was lost.
+            CallError: this worker owned the RRef, but has released it, as a worker was lost.
         """
         if fork.owner == self.me:
             if fork.parent == self.me:
@@ -216,7 +228,7 @@ class RRefTable:
             entry.held = False
             return self._confirm(fork_id)
         if rref_id in self.owned:
-            self._note_cancelled(fork_id)
+            _remember(self._cancelled, fork_id, MAX_CANCELLED)
         return self._remove_fork(rref_id, fork_id)
 
     def release(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> list[Effect]:
@@ -274,7 +286,7 @@ class RRefTable:
             if not link.is_new(message.seq):
                 continue
             if isinstance(message, ForkRequest):
-                with contextlib.suppress(KeyError):
+                with contextlib.suppress(CallError):
                     self.lookup(message.rref_id)
                     self.owned[message.rref_id].forks[message.fork_id] = sender
                 self._enqueue(sender, ForkAck, message.fork_id)
@@ -390,6 +402,7 @@ class RRefTable:
         if owned.forks or owned.awaits_creation:
             return []
         del self.owned[rref_id]
+        _remember(self._released, (rref_id.created_on, rref_id.local_id), MAX_RELEASED)
         return [Released(rref_id, owned.cell)]
 
     def _delete(
@@ -398,13 +411,9 @@ class RRefTable:
         owned = self.owned.get(rref_id)
         is_unknown = owned is None or fork_id not in owned.forks
         if is_unknown and rref_id.created_on == fork_id.created_on == by:
-            self._note_cancelled(fork_id)
+            _remember(self._cancelled, fork_id, MAX_CANCELLED)
+            return self._end_creation(rref_id)  # it may never arrive
         return self._remove_fork(rref_id, fork_id)
-
-    def _note_cancelled(self, fork_id: GloballyUniqueId) -> None:
-        self._cancelled[fork_id] = None
-        if len(self._cancelled) > MAX_CANCELLED:
-            del self._cancelled[next(iter(self._cancelled))]
 
     def _end_creation(self, rref_id: GloballyUniqueId) -> list[Effect]:
         """Note that the ``remote`` call of an RRef comes no more."""
@@ -419,3 +428,9 @@ class RRefTable:
             return
         self._enqueue(entry.owner, UserDelete, entry.rref_id, fork_id)
         del self.used[fork_id]
+
+
+def _remember(into: dict[_T, None], what: _T, most: int) -> None:
+    into[what] = None
+    if len(into) > most:
+        del into[next(iter(into))]

@@ -258,13 +258,9 @@ class Callee:
         assert frame.rref_id is not None
         try:
             cell = self._rrefs.lookup(frame.rref_id)
-        except KeyError:
+        except CallError as exc:
             self._on_undecodable(frame)
-            error = CallError(
-                f"RRef {frame.rref_id} was released by its owner {self._me}: the worker that "
-                "created it is gone"
-            )
-            return self._error(frame, error)
+            return self._error(frame, exc)
         call = IncomingCall(frame.src, None, frame.meta) if frame.meta else None
         if call is not None:
             with self._hooked(call, "before_run"):

@@ -20,6 +20,7 @@ from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import ChildAccept, Control, Fork, ForkAck, ForkRequest, UserDelete
 from rayrpc._protocol.rref_entries import Confirmed, Released, UserState
 from rayrpc._protocol.rref_table import RRefTable
+from rayrpc.errors import CallError
 
 OWNER, A, C = 0, 1, 2
 
@@ -268,6 +269,21 @@ def test_a_fetch_that_waits_for_an_interrupted_remote_call_is_released(owner, a)
     assert not owner.owned
 
 
+@pytest.mark.parametrize("first", [A, C])
+def test_an_rref_whose_remote_call_never_arrives_is_deleted_with_its_forks(owner, a, c, first):
+    rref_id, fork_id = a._new_id(), a._new_id()
+    a.use(rref_id, fork_id, OWNER)
+    fork = a.share(fork_id, C)
+    c.receive(fork)
+    a.created(fork_id)  # by an error of the connection
+    settle(owner, a, c)
+    for user, mine in [(a, fork_id), (c, fork.fork_id)][:: 1 if first == A else -1]:
+        assert rref_id in owner.owned
+        user.drop(mine)
+        settle(owner, a, c)
+    assert is_empty(owner, a, c)
+
+
 def test_interrupted_calls_that_never_arrive_are_forgotten(owner, a, monkeypatch):
     monkeypatch.setattr("rayrpc._protocol.rref_table.MAX_CANCELLED", 3)
     for _ in range(5):
@@ -438,14 +454,14 @@ def test_an_rref_is_deleted_with_its_creator_if_its_remote_call_never_arrived(ow
     a.use(rref_id, fork_id, OWNER)
     cell = owner.lookup(rref_id)
     assert owner.on_peer_lost(A) == [Released(rref_id, cell)]
-    with pytest.raises(KeyError):
+    with pytest.raises(CallError, match="was released by its owner"):
         owner.lookup(rref_id)
     owner.on_peer_joined(A)
-    owner.lookup(rref_id)
+    owner.lookup(IdSource(A, 1).new())
 
 
 def test_the_owner_does_not_wait_for_a_remote_call_of_its_own(owner):
-    with pytest.raises(KeyError):
+    with pytest.raises(CallError, match="was released by its owner"):
         owner.lookup(owner._new_id())
 
 
@@ -479,7 +495,7 @@ def test_a_parent_is_notified_even_if_the_value_was_deleted_with_its_creator(own
     sent = c.share(fork.fork_id, OWNER)
     for worker in (owner, c):
         worker.on_peer_lost(A)
-    with pytest.raises(KeyError):
+    with pytest.raises(CallError, match="was released by its owner"):
         owner.receive(sent)
     c.drop(fork.fork_id)
     settle(owner, c)
@@ -521,6 +537,58 @@ def test_late_messages_of_a_dead_worker_hold_nothing(owner, a, c):
     owner.on_peer_lost(A)
     owner.own(a._new_id(), a._new_id(), A)
     assert is_empty(owner)
+
+
+@pytest.mark.parametrize("late", ["fork", "fetch"])
+def test_what_a_dead_worker_has_sent_does_not_bring_an_rref_back(owner, a, c, late):
+    rref_id, fork_id = remote(a, owner)
+    fork = a.share(fork_id, C)
+    c.receive(fork)
+    settle(owner, a, c)
+    a.drop(fork_id)
+    settle(owner, a, c)
+    sent = c.share(fork.fork_id, OWNER)
+    owner.on_peer_lost(C)
+    with pytest.raises(CallError, match="was released by its owner"):
+        owner.receive(sent) if late == "fork" else owner.lookup(rref_id)
+    assert is_empty(owner)
+
+
+def test_a_fork_whose_parent_died_before_it_was_counted_gets_an_answer(owner, a, c):
+    rref_id, fork_id = remote(a, owner)
+    fork = a.share(fork_id, C)
+    owner.on_peer_lost(A)
+    owner.on_peer_joined(A)  # a successor
+    c.receive(fork)
+    settle(owner, c)
+    assert c.is_confirmed(fork.fork_id)
+    with pytest.raises(CallError, match="was released by its owner"):
+        owner.lookup(rref_id)
+    c.on_peer_lost(A)
+    c.drop(fork.fork_id)
+    settle(owner, c)
+    assert is_empty(owner, c)
+
+
+def test_a_late_request_of_a_dead_worker_does_not_bring_an_rref_back(owner, a, c):
+    _, fork_id = remote(a, owner)
+    c.receive(a.share(fork_id, C))
+    a.drop(fork_id)
+    a.on_peer_lost(C)  # which the owner does not know yet
+    settle(owner, a)
+    send_pending(c, owner)
+    assert not owner.owned
+    owner.on_peer_lost(C)
+    settle(owner, a)
+    assert is_empty(owner, a)
+
+
+def test_released_rrefs_are_forgotten(owner, a, monkeypatch):
+    monkeypatch.setattr("rayrpc._protocol.rref_table.MAX_RELEASED", 3)
+    for _ in range(5):
+        a.drop(remote(a, owner)[1])
+    settle(owner, a)
+    assert len(owner._released) == 3
 
 
 def test_the_next_worker_with_the_id_of_a_lost_one_starts_with_new_sequence_numbers(owner, c):
@@ -727,7 +795,7 @@ class Protocol(RuleBasedStateMachine):
         for fork in frame.forks:
             try:
                 cell, _ = here.receive(fork)
-            except KeyError:
+            except CallError:
                 assert self.rrefs[fork.rref_id].lost
                 continue
             fork_id = None if fork.owner == frame.dst else fork.fork_id
@@ -842,9 +910,7 @@ class Protocol(RuleBasedStateMachine):
                 break
         for worker in self.alive:
             left = self.tables[worker]
-            # a remote call that was lost leaves an empty cell for as long as its creator lives
-            owned = [i for i, o in left.owned.items() if o.forks or not self.rrefs[i].lost]
-            assert not owned
+            assert not left.owned
             assert not left.used
             assert not left._children
             assert left.is_settled()

@@ -60,6 +60,16 @@ REGRESSIONS = [
             "            raise\n\n",
         ),
     ),
+    (
+        "rrefs",
+        523048,
+        Mutation(
+            "a late request of a dead worker creates an RRef again, and it stays",
+            "_protocol.rref_table",
+            " or rref_id in self._released:",
+            ":",
+        ),
+    ),
 ]
 
 

@@ -25,7 +25,7 @@ from rayrpc._protocol.messages import Control, Fork
 from rayrpc._protocol.rref_entries import Confirmed, Effect
 from rayrpc._protocol.rref_table import RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
-from rayrpc.errors import RpcError
+from rayrpc.errors import CallError, RpcError
 
 __all__ = ["Handle", "MakeHandle", "RRefContext"]
 
@@ -164,7 +164,7 @@ class RRefContext:
         return result
 
     def lookup(self, rref_id: GloballyUniqueId) -> Cell:
-        """Return the cell of an owned RRef; KeyError if it was released."""
+        """Return the cell of an owned RRef; CallError if it was released."""
         with self._lock:
             result = cast(Cell, self._table.lookup(rref_id))
         return result
@@ -225,7 +225,7 @@ class RRefContext:
 
     def discard(self, fork: Fork) -> None:
         """Receive a fork, again if an interrupt came meanwhile, and release it at once."""
-        with contextlib.suppress(KeyError):  # this worker owns it, and has received it before
+        with contextlib.suppress(CallError):  # this worker owns it, and has received it before
             self.receive(fork)
 
     # -- handles ------------------------------------------------------------------------------

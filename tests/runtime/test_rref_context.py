@@ -1,0 +1,41 @@
+"""The context of RRefs: what a released RRef is to those that still name it."""
+
+import contextlib
+
+import pytest
+
+from rayrpc._protocol.ids import IdSource
+from rayrpc._protocol.messages import Fork
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc.errors import CallError
+
+OWNER, CREATOR, HOLDER = 0, 1, 2
+
+
+@pytest.fixture
+def owner():
+    rrefs = RRefContext(OWNER, IdSource(OWNER), lambda *ids: ids, lambda worker: None)
+    with contextlib.closing(rrefs):
+        yield rrefs
+
+
+@pytest.mark.parametrize("by", ["lookup", "borrow", "receive"])
+def test_a_released_rref_is_refused_by_name(owner, by):
+    ids = IdSource(CREATOR)
+    rref_id, fork_id = ids.new(), ids.new()
+    owner.own(rref_id, fork_id, HOLDER)
+    assert owner.lookup(rref_id)
+    owner.on_peer_lost(HOLDER)
+    with pytest.raises(CallError, match=r"local_id=0\) was released by its owner: the worker"):
+        if by == "receive":
+            owner.receive(Fork(rref_id, ids.new(), OWNER, HOLDER))
+        else:
+            getattr(owner, by)(rref_id)
+
+
+def test_a_fork_of_a_released_rref_is_discarded(owner):
+    ids = IdSource(CREATOR)
+    rref_id, fork_id = ids.new(), ids.new()
+    owner.own(rref_id, fork_id, CREATOR)
+    owner.on_peer_lost(CREATOR)
+    owner.discard(Fork(rref_id, ids.new(), OWNER, CREATOR))
