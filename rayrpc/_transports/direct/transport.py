@@ -10,13 +10,10 @@ cannot be connected to go by the fallback, which is any other ``Transport``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,6 +24,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
+from rayrpc._transports.direct import after_fork
 from rayrpc._transports.direct.address import DirectAddress
 from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES, OPEN_SECONDS
@@ -126,7 +124,7 @@ class DirectTransport(Transport):
         self._routes: dict[str, _Route] = {}  # by the peer's token
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        _close_after_fork(self)
+        after_fork.register(self)
 
     @property
     def address(self) -> DirectAddress:
@@ -188,7 +186,7 @@ class DirectTransport(Transport):
         if self._closing.is_set():
             return
         self._closing.set()
-        _transports.discard(self)
+        after_fork.unregister(self)
         self._silence.close()
         self._server.close()
         with self._lock:
@@ -451,25 +449,3 @@ def _end(connection: CallerConnection, error: BaseException) -> None:
     connection.end(error, READ_SECONDS)
     if connection.bulk is not None:
         connection.bulk.end(error, READ_SECONDS)
-
-
-_transports: weakref.WeakSet[DirectTransport] = weakref.WeakSet()
-_fork_lock = threading.Lock()
-_handles_forks = False
-
-
-def _close_after_fork(transport: DirectTransport) -> None:
-    """Have forked children close a transport's descriptors: else peers see no end of them."""
-    global _handles_forks
-    with _fork_lock:
-        _transports.add(transport)
-        if not _handles_forks:
-            _handles_forks = True
-            os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    for transport in list(_transports):
-        with contextlib.suppress(Exception):
-            transport.close_after_fork()
-    _transports.clear()

@@ -1,0 +1,43 @@
+"""What a forked child does with the connections of its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from typing import Protocol
+
+__all__ = ["register", "unregister"]
+
+
+class _HasDescriptors(Protocol):
+    def close_after_fork(self) -> None:
+        """Close the descriptors that a forked child inherited."""
+
+
+_all: weakref.WeakSet[_HasDescriptors] = weakref.WeakSet()
+_lock = threading.Lock()
+_handles_forks = False
+
+
+def register(transport: _HasDescriptors) -> None:
+    """Have forked children close a transport's descriptors: else peers see no end of them."""
+    global _handles_forks
+    with _lock:
+        _all.add(transport)
+        if not _handles_forks:
+            _handles_forks = True
+            os.register_at_fork(after_in_child=_in_child)
+
+
+def unregister(transport: _HasDescriptors) -> None:
+    """Leave a transport that is closed alone."""
+    _all.discard(transport)
+
+
+def _in_child() -> None:
+    for transport in list(_all):
+        with contextlib.suppress(Exception):
+            transport.close_after_fork()
+    _all.clear()
