@@ -74,9 +74,9 @@ class Owner:
         self.lost = []
         self.connections = []
 
-    def connect(self, peer, is_bulk=False):
+    def connect(self, peer, is_bulk=False, pair=0):
         connection = dial(self.callee.server, self.family)
-        authenticate(connection, to=self.to, is_bulk=is_bulk)
+        authenticate(connection, to=self.to, is_bulk=is_bulk, pair=pair)
         prepare(connection)
         self.connections.append(connection)
         return connection
@@ -118,8 +118,8 @@ def dial(server, family=socket.AF_UNIX):
             time.sleep(0.01)
 
 
-def authenticate(connection, secret=SECRET, to=TOKEN, is_bulk=False):
-    handshake = ClientHandshake(secret, "caller", to, is_bulk)
+def authenticate(connection, secret=SECRET, to=TOKEN, is_bulk=False, pair=0):
+    handshake = ClientHandshake(secret, "caller", to, is_bulk, pair)
     connection.sendall(handshake.hello)
     challenge = b""
     while len(challenge) < CHALLENGE_SIZE:

@@ -1,8 +1,10 @@
 """The handshake by which two workers prove that they are members of the same group; no I/O.
 
-    caller ── hello: magic, nonce, both tokens ──> callee
-    caller <── nonce, HMAC of all that ─────────── callee
-    caller ── HMAC of all that ──────────────────> callee
+    caller ── hello: magic, nonce, both tokens, pair ──> callee
+    caller <── nonce, HMAC of all that ───────────────── callee
+    caller ── HMAC of all that ────────────────────────> callee
+
+A pair is a connection and the one for large messages beside it: the caller numbers them.
 
 The key is the group's secret, which its directory gives to members only.  The messages have
 fixed sizes, and nothing is unpickled before both proofs are checked.
@@ -25,9 +27,9 @@ __all__ = [
     "ServerHandshake",
 ]
 
-_MAGIC = b"rayrpc 1"
+_MAGIC = b"rayrpc 2"
 _BULK_MAGIC = b"rayrpc B"  # the connection is for large messages
-_HELLO = struct.Struct("8s32s16s16s")
+_HELLO = struct.Struct("<8s32s16s16sQ")
 _NONCE = 32
 _PROOF = 32
 CHALLENGE_SIZE = _NONCE + _PROOF
@@ -61,6 +63,8 @@ class ServerHandshake:
         self.peer = ""
         #: the connection is for large messages, once it is known
         self.is_bulk = False
+        #: number of the pair of connections, once it is known
+        self.pair = 0
         self._hello = b""
         self._nonce = b""
         self._received = b""
@@ -86,7 +90,7 @@ class ServerHandshake:
             return b""
         received, self._received = self._received, b""
         if not self._hello:
-            magic, _, caller, to = _HELLO.unpack(received)
+            magic, _, caller, to, self.pair = _HELLO.unpack(received)
             self.is_bulk = magic == _BULK_MAGIC
             if magic not in (_MAGIC, _BULK_MAGIC) or to.rstrip(b"\0") != self._token:
                 raise AuthenticationError("the caller wants another worker")
@@ -111,12 +115,15 @@ class ClientHandshake:
         me (str): token of this worker's membership.
         to (str): token of the callee's.
         is_bulk (bool): the connection is for large messages.
+        pair (int): number of the pair of connections.
     """
 
-    def __init__(self, secret: bytes, me: str, to: str, is_bulk: bool = False) -> None:
+    def __init__(
+        self, secret: bytes, me: str, to: str, is_bulk: bool = False, pair: int = 0
+    ) -> None:
         self._secret = secret
         magic = _BULK_MAGIC if is_bulk else _MAGIC
-        self.hello = _HELLO.pack(magic, os.urandom(_NONCE), me.encode(), to.encode())
+        self.hello = _HELLO.pack(magic, os.urandom(_NONCE), me.encode(), to.encode(), pair)
 
     def receive(self, challenge: bytes) -> bytes:
         """Return the answer to a challenge of ``CHALLENGE_SIZE`` bytes.

@@ -7,6 +7,10 @@
 A peer opens its connection when the first reply is announced to it, if not before.  While more than
 ``MAX_UNREAD_BYTES`` wait, no more of its requests are read, and those that wait for a thread do not
 begin.
+
+The connection for small messages and that for large ones are a pair, lost together.  When a pair
+was lost, the peer opens another one, perhaps before the end of the first is noticed here: so
+replies go by the connection of their request's own pair.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import NamedTuple, Protocol
 from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._transports.direct.stream import MAX_UNREAD_BYTES
 
-__all__ = ["BULK_BYTES", "BulkReplies", "OPEN_SECONDS"]
+__all__ = ["BULK_BYTES", "BulkReplies", "OPEN_SECONDS", "Pair"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +35,16 @@ BULK_BYTES = 256 << 10
 OPEN_SECONDS = 30.0
 OPEN_POLL_SECONDS = 0.01
 
+# Token of the peer's membership, and the peer's number of the pair.
+Pair = tuple[str, int]
+
 
 class ReplyConnection(Protocol):
     """What large replies need of the connections of their peer."""
 
     @property
-    def peer(self) -> str:
-        """Token of the peer's membership."""
+    def pair(self) -> Pair:
+        """The pair of connections that it belongs to."""
 
     @property
     def is_closed(self) -> bool:
@@ -79,10 +86,9 @@ class BulkReplies:
     """Send large replies on the connections that peers have opened for them; thread-safe."""
 
     def __init__(self) -> None:
-        # by the peer's token
-        self._connections: dict[str, ReplyConnection] = {}
-        self._waiting: dict[str, list[_WaitingReply]] = {}  # until there is a connection
-        self._held: dict[str, list[Callable[[], object]]] = {}  # tasks, while too much waits
+        self._connections: dict[Pair, ReplyConnection] = {}
+        self._waiting: dict[Pair, list[_WaitingReply]] = {}  # until there is a connection
+        self._held: dict[Pair, list[Callable[[], object]]] = {}  # tasks, while too much waits
         self._lock = threading.Lock()
 
     @property
@@ -93,9 +99,9 @@ class BulkReplies:
     def add(self, connection: ReplyConnection) -> None:
         """Use a connection for its peer's replies."""
         with self._lock:
-            self._connections[connection.peer] = connection
-            waiting = self._waiting.pop(connection.peer, [])
-            held = self._held.pop(connection.peer, [])
+            self._connections[connection.pair] = connection
+            waiting = self._waiting.pop(connection.pair, [])
+            held = self._held.pop(connection.pair, [])
         for each in waiting:
             connection.send_large(each.call_id, each.reply)
         for task in held:
@@ -106,8 +112,8 @@ class BulkReplies:
     def remove(self, connection: ReplyConnection) -> None:
         """Use a connection no longer that has ended: it may hold a part of a large message."""
         with self._lock:
-            if self._connections.get(connection.peer) is connection:
-                del self._connections[connection.peer]
+            if self._connections.get(connection.pair) is connection:
+                del self._connections[connection.pair]
 
     def send(self, source: ReplyConnection, call_id: int, reply: Frame) -> None:
         """Send a reply, or keep it until the peer has opened a connection.
@@ -117,17 +123,17 @@ class BulkReplies:
             call_id: of the request.
             reply: to send.
         """
-        peer = source.peer
-        connection = self._connections.get(peer)
+        pair = source.pair
+        connection = self._connections.get(pair)
         if connection is None or connection.is_closed:
             reply.keep_buffers()
             with self._lock:
-                connection = self._connections.get(peer)
+                connection = self._connections.get(pair)
                 if connection is None or connection.is_closed:
                     if source.is_closed:
                         return
                     waiting = _WaitingReply(source, call_id, reply, time.monotonic())
-                    self._waiting.setdefault(peer, []).append(waiting)
+                    self._waiting.setdefault(pair, []).append(waiting)
                     return
         connection.send_large(call_id, reply)
 
@@ -137,9 +143,9 @@ class BulkReplies:
         Args:
             source: the peer's connection, on which nothing is read meanwhile.
         """
-        peer = source.peer
+        pair = source.pair
         with self._lock:
-            first = self._waiting[peer][0] if self._is_full(peer) else None
+            first = self._waiting[pair][0] if self._is_full(pair) else None
         if first is not None:
             if time.monotonic() - first.since > OPEN_SECONDS:
                 logger.warning("closed a connection: its peer opens none for large replies")
@@ -147,30 +153,28 @@ class BulkReplies:
             if source.wait_for_hang_up(OPEN_POLL_SECONDS):
                 source.close()
             return False
-        connection = self._connections.get(peer)
+        connection = self._connections.get(pair)
         return connection is None or connection.wait_until_read()
 
-    def hold(self, peer: str, task: Callable[[], object]) -> bool:
+    def hold(self, pair: Pair, task: Callable[[], object]) -> bool:
         """Keep a task until a peer has read most of its replies; return False if it has."""
         with self._lock:
-            if self._is_full(peer):
-                self._held.setdefault(peer, []).append(task)
+            if self._is_full(pair):
+                self._held.setdefault(pair, []).append(task)
                 return True
-            connection = self._connections.get(peer)
+            connection = self._connections.get(pair)
         return connection is not None and connection.hold(task)
 
     def forget(self, source: ReplyConnection) -> None:
         """Drop the replies to requests on a connection that has ended."""
-        peer = source.peer
+        pair = source.pair
         with self._lock:
-            left = [each for each in self._waiting.pop(peer, []) if each.source is not source]
-            if left:
-                self._waiting[peer] = left
-            held = [] if self._is_full(peer) else self._held.pop(peer, [])
+            self._waiting.pop(pair, None)
+            held = self._held.pop(pair, [])
         for task in held:
             task()
 
-    def _is_full(self, peer: str) -> bool:
+    def _is_full(self, pair: Pair) -> bool:
         """Tell whether too much waits for a peer's connection, with the lock held."""
-        waiting = self._waiting.get(peer, ())
+        waiting = self._waiting.get(pair, ())
         return sum(size_of(each.reply) for each in waiting) > MAX_UNREAD_BYTES

@@ -55,6 +55,7 @@ class CallerConnection(ReplyReader):
         memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
         connected (socket | None): an authenticated connection; None: one is made.
         is_bulk (bool): it is for large messages.
+        pair (int): number that it shares with the one for large messages beside it.
     """
 
     def __init__(
@@ -66,12 +67,16 @@ class CallerConnection(ReplyReader):
         memory: ReceivedMemory | None = None,
         connected: socket.socket | None = None,
         is_bulk: bool = False,
+        pair: int = 0,
     ) -> None:
         super().__init__(threads, watchdog)
         self.peer = peer
         self.is_bulk = is_bulk
+        self.pair = pair
         #: the connection for large messages beside this one; the owner makes it
         self.bulk: CallerConnection | None = None
+        #: when the owner stops trying to make it; None: it has not failed to
+        self.bulk_deadline: Deadline | None = None
         #: id of the peer's process, if it is on this node; known once connected
         self.peer_pid: int | None = None
         self._owner = owner
@@ -81,6 +86,7 @@ class CallerConnection(ReplyReader):
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
         self._is_ending = False  # the owner knows of the end
+        self._is_taken = False  # ... and has taken the calls that had no reply
         self._connected = connected
         self._is_opening = False
 
@@ -124,17 +130,20 @@ class CallerConnection(ReplyReader):
         return call
 
     def expect(self, call_id: int) -> ConnectionCall | None:
-        """Return where a reply will be to a call on another connection; None if this is broken."""
+        """Return where a reply will be to a call on another connection; None if this has ended.
+
+        If the connection could not be made, its owner makes another one, and takes the calls.
+        """
         call = ConnectionCall(self, call_id, None, self._lock)
         with self._lock:
             early = self._early.pop(call_id, None)
             if early is None:
-                if self.schedule.state == BROKEN:
+                if self._is_taken or (self.is_broken and not self.may_be_replaced):
                     return None
                 self._calls[call_id] = call
         if early is not None:
             call.set(early)
-        elif self._stream is None:
+        elif self._stream is None and not self.is_broken:
             self.open()
         return call
 
@@ -170,7 +179,7 @@ class CallerConnection(ReplyReader):
     def take_calls(self) -> list[ConnectionCall]:
         """End the connection, and return the calls that have no reply."""
         with self._lock:
-            self._is_ending = True
+            self._is_ending = self._is_taken = True
             self.schedule.break_off()
             calls = list(self._calls.values())
             self._calls.clear()
@@ -218,7 +227,7 @@ class CallerConnection(ReplyReader):
         connection = self._connected
         try:
             if connection is None:
-                connection = self._owner.connect(self.peer, self.is_bulk)
+                connection = self._owner.connect(self.peer, self.is_bulk, self.pair)
             self.peer_pid = pid_of_peer(connection)
             on_broken = functools.partial(self._break_off, "its connection was cut")
             stream = Stream(connection, self._threads, on_broken, True, self._memory)

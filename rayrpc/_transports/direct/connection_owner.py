@@ -18,7 +18,7 @@ C = TypeVar("C", contravariant=True)
 class ConnectionOwner(Protocol[C]):
     """Opens connections of the type ``C``, and handles what they cannot do."""
 
-    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
+    def connect(self, peer: Member, is_bulk: bool = False, pair: int = 0) -> socket.socket:
         """Return an authenticated connection; raise OSError or RpcError if there is none."""
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:

@@ -29,7 +29,7 @@ from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.direct.acceptor import Acceptor
 from rayrpc._transports.direct.auth import ServerHandshake
-from rayrpc._transports.direct.bulk_replies import BULK_BYTES, BulkReplies
+from rayrpc._transports.direct.bulk_replies import BULK_BYTES, BulkReplies, Pair
 from rayrpc._transports.direct.listening import listen_at
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.stream import UNREAD_SECONDS, Stream
@@ -173,12 +173,12 @@ class DirectServer:
         assert self._serve is not None
         prepare(connection, IDLE_SECONDS)
         self._on_connected(connection)
-        peer = handshake.peer
+        peer, pair = handshake.peer, (handshake.peer, handshake.pair)
         stream = Stream(connection, self._threads, lambda unsent: None, False, self._memory)
         bulk = None if handshake.is_bulk or stream.shares_memory else self._bulk
         on_end = self._bulk.remove if handshake.is_bulk else self._bulk.forget
         served = ServerConnection(
-            connection, peer, stream, self._serve, bulk, self._threads, self._watchdog, on_end
+            connection, pair, stream, self._serve, bulk, self._threads, self._watchdog, on_end
         )
         self._connections.add(served)
         if handshake.is_bulk:
@@ -201,7 +201,7 @@ class ServerConnection:
 
     Args:
         connection (socket): authenticated and prepared.
-        peer (str): token of the peer's membership.
+        pair (Pair): token of the peer's membership, and the number of its pair of connections.
         stream (Stream): reads and writes it.
         serve (Serve): answers frames.
         bulk (BulkReplies | None): sends large replies; None: they go by this connection.
@@ -213,7 +213,7 @@ class ServerConnection:
     def __init__(
         self,
         connection: socket.socket,
-        peer: str,
+        pair: Pair,
         stream: Stream,
         serve: Serve,
         bulk: BulkReplies | None,
@@ -222,7 +222,8 @@ class ServerConnection:
         on_end: Callable[[ServerConnection], object] = lambda _: None,
     ) -> None:
         self.socket = connection
-        self.peer = peer
+        self.pair = pair
+        self.peer = pair[0]
         self._serve = serve
         self._bulk = bulk
         self._threads = threads
@@ -351,7 +352,7 @@ class ServerConnection:
         """Keep a task until the peer has read most of its replies; return False if it has."""
         if self._stream.hold(task):
             return True
-        return self._bulk is not None and self._bulk.hold(self.peer, task)
+        return self._bulk is not None and self._bulk.hold(self.pair, task)
 
     def _has_arrived(self) -> bool:
         """Tell whether there is another message; a reader may ask."""

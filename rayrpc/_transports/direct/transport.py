@@ -10,6 +10,7 @@ cannot be connected to go by the fallback, which is any other ``Transport``.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 import threading
@@ -122,6 +123,7 @@ class DirectTransport(Transport):
         self._secret = b""
         self._find: Callable[[int], Member | None] = lambda _: None
         self._routes: dict[str, _Route] = {}  # by the peer's token
+        self._pairs = itertools.count(1)  # numbers of pairs of connections
         self._lock = threading.Lock()
         self._closing = threading.Event()
         after_fork.register(self)
@@ -220,13 +222,14 @@ class DirectTransport(Transport):
         if reason:
             self._log_fallback(peer, reason)
             return _Route(_for_fallback(peer), None, False, reason)
-        return _Route(_for_fallback(peer), self._new_connection(peer), is_near)
+        connection = self._new_connection(peer, next(self._pairs), None)
+        return _Route(_for_fallback(peer), connection, is_near)
 
     def _new_connection(
-        self, peer: Member, connected: socket.socket | None = None, is_bulk: bool = False
+        self, peer: Member, pair: int, connected: socket.socket | None, is_bulk: bool = False
     ) -> CallerConnection:
         return CallerConnection(
-            peer, self, self._threads, self._watchdog, self._memory, connected, is_bulk
+            peer, self, self._threads, self._watchdog, self._memory, connected, is_bulk, pair
         )
 
     def _bulk_of(self, connection: CallerConnection) -> CallerConnection | None:
@@ -236,7 +239,8 @@ class DirectTransport(Transport):
                 return None
             bulk = connection.bulk
             if bulk is None or bulk.may_be_replaced:
-                bulk = connection.bulk = self._new_connection(connection.peer, is_bulk=True)
+                bulk = self._new_connection(connection.peer, connection.pair, None, True)
+                connection.bulk = bulk
                 bulk.open()
             return bulk
 
@@ -308,12 +312,13 @@ class DirectTransport(Transport):
 
     # -- the owner of connections (ConnectionOwner) -------------------------------------------
 
-    def connect(self, peer: Member, is_bulk: bool = False) -> socket.socket:
+    def connect(self, peer: Member, is_bulk: bool = False, pair: int = 0) -> socket.socket:
         """Return an authenticated connection to a peer.
 
         Args:
             peer: to connect to.
             is_bulk: the connection is for large messages.
+            pair: number that it shares with the one beside it.
 
         Raises:
             OSError: it cannot be reached.
@@ -324,7 +329,7 @@ class DirectTransport(Transport):
         connection = dial(
             to,
             self._is_near(to),
-            lambda: ClientHandshake(self._secret, self._token, peer.token, is_bulk),
+            lambda: ClientHandshake(self._secret, self._token, peer.token, is_bulk, pair),
             self._tls,
         )
         self._silence.add(connection)
@@ -336,11 +341,12 @@ class DirectTransport(Transport):
 
     def expect_large(self, connection: CallerConnection, call_id: int) -> Pending | Error:
         """Return where a large reply will be that a connection has announced, or why it is lost."""
+        bulk = connection.bulk
         while True:
-            bulk = self._bulk_of(connection) or connection.bulk
             if bulk is not None and (expected := bulk.expect(call_id)) is not None:
                 return expected
-            if bulk is None or connection.is_broken or not bulk.may_be_replaced:
+            before, bulk = bulk, self._bulk_of(connection)
+            if bulk is None or bulk is before:
                 return Error(self._lost(connection.peer, "that for large messages was cut"))
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
@@ -353,9 +359,11 @@ class DirectTransport(Transport):
             current = None if route is None else route.connection
             if route is not None and current is connection:
                 route.reason = reason
-        if current is not None and current.bulk is connection and connection.may_be_replaced:
-            first = current
-            self._threads.submit(lambda: self._reopen_bulk(first, connection, reason))
+        first = current if connection.is_bulk and connection.may_be_replaced else None
+        if first is not None and first.pair == connection.pair:
+            if first.bulk_deadline is None:
+                first.bulk_deadline = Deadline(OPEN_SECONDS)
+            self._threads.submit(lambda: self._replace_bulk(first, connection, reason))
             return
         self._threads.submit(lambda: self._fail_calls(connection, reason))
         if self._closing.is_set() or route is None or current is None:
@@ -372,8 +380,9 @@ class DirectTransport(Transport):
         while not self._closing.wait(pause):
             if self._routes.get(broken.peer.token) is not route:
                 return
+            pair = next(self._pairs)
             try:
-                connected = self.connect(broken.peer)
+                connected = self.connect(broken.peer, pair=pair)
             except (OSError, EOFError, AuthenticationError):
                 pause = min(2 * pause, MAX_REOPEN_SECONDS)
                 continue
@@ -382,35 +391,30 @@ class DirectTransport(Transport):
                     connected.close()
                 else:
                     route.reason = ""
-                    route.connection = self._new_connection(broken.peer, connected)
+                    route.connection = self._new_connection(broken.peer, pair, connected)
                     route.connection.open()
                     logger.info("calls to %s go by a connection again", broken.peer.name)
             return
 
-    def _reopen_bulk(self, first: CallerConnection, bulk: CallerConnection, reason: str) -> None:
+    def _replace_bulk(self, first: CallerConnection, bulk: CallerConnection, reason: str) -> None:
         """Expect large replies on another connection, as theirs could not be made.
+
+        One is made after the other, as the peer sends replies on any that it has accepted.
 
         Args:
             first: the connection that announced them; while it lives, the peer keeps them.
-            bulk: that could not be made.
+            bulk: that could not be made; a large request may have replaced it meanwhile.
             reason: why.
         """
-        deadline = Deadline(OPEN_SECONDS)
-        while not (first.is_broken or deadline.expired or self._closing.wait(REOPEN_SECONDS)):
-            try:
-                connected = self.connect(bulk.peer, is_bulk=True)
-            except (OSError, EOFError, AuthenticationError):
-                continue
-            with self._lock:
-                if first.bulk is bulk and not (first.is_broken or self._closing.is_set()):
-                    first.bulk = self._new_connection(bulk.peer, connected, is_bulk=True)
-                    first.bulk.open()
-                else:
-                    connected.close()
-            for call in bulk.take_calls():
-                call.set(self.expect_large(first, call.id))
-            return
-        self._fail_calls(bulk, reason)
+        if first.bulk is bulk:
+            late = first.bulk_deadline is not None and first.bulk_deadline.expired
+            if first.is_broken or late or self._closing.wait(REOPEN_SECONDS):
+                first.bulk_deadline = None
+                self._fail_calls(bulk, reason)
+                return
+            self._bulk_of(first)
+        for call in bulk.take_calls():
+            call.set(self.expect_large(first, call.id))
 
     def _fail_calls(self, connection: CallerConnection, reason: str) -> None:
         peer = connection.peer

@@ -148,7 +148,7 @@ class _Run:
         stream = Stream(self.far, self.callee_threads, lambda unsent: None, False)  # type: ignore[arg-type]
         server = ServerConnection(
             self.far,  # type: ignore[arg-type]
-            "caller",
+            ("caller", 1),
             stream,
             self.serve,
             None,
@@ -286,7 +286,7 @@ class _Run:
 
     # -- the owner of the connection ----------------------------------------------------------
 
-    def connect(self, peer: Member, is_bulk: bool = False) -> Any:
+    def connect(self, peer: Member, is_bulk: bool = False, pair: int = 0) -> Any:
         sleep(self.scheduler.current.random.choice([0.0, 0.001]))
         prepare(self.near)  # type: ignore[arg-type]
         return self.near

@@ -326,7 +326,7 @@ class TestBothSides:
         far.settimeout(WAIT_SECONDS)
 
         owner: Any = Owner(None, socket.AF_UNIX)
-        owner.connect = lambda peer, is_bulk: near
+        owner.connect = lambda peer, is_bulk, pair: near
         threads = ThreadCache("malformed-test", soft_limit=8, idle_seconds=0.1)
         watchdog = ReaderWatchdog()
         connection = CallerConnection(Member("t", "bob", 1), owner, threads, watchdog)

@@ -265,7 +265,12 @@ class TestHandshake:
     def test_members_accept_one_another(self):
         callee = ServerHandshake(SECRET, "bob")
         shake_hands(callee, ClientHandshake(SECRET, "alice", "bob"))
-        assert callee.done
+        assert callee.done and callee.peer == "alice" and not callee.is_bulk
+
+    def test_it_says_to_which_pair_the_connection_belongs(self):
+        callee = ServerHandshake(SECRET, "bob")
+        shake_hands(callee, ClientHandshake(SECRET, "alice", "bob", True, 1 << 40))
+        assert callee.is_bulk and callee.pair == 1 << 40
 
     def test_it_may_come_byte_by_byte(self):
         callee, caller = ServerHandshake(SECRET, "bob"), ClientHandshake(SECRET, "alice", "bob")
