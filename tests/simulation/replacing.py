@@ -66,8 +66,10 @@ class _OrderedWeakSet:
 
 
 @contextlib.contextmanager
-def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[None]:
-    """Have all modules of packages use simulated primitives."""
+def simulated(
+    packages: Iterable[str] = PACKAGES, more: Iterable[types.ModuleType] = ()
+) -> Iterator[None]:
+    """Have all modules of packages, and some more, use simulated primitives."""
     threads = _stand_in(threading, primitives.THREADING)
     clock = _stand_in(time, primitives.TIME)
     weak = _stand_in(weakref, {"WeakSet": _OrderedWeakSet})
@@ -86,7 +88,7 @@ def simulated(packages: Iterable[str] = PACKAGES) -> Iterator[None]:
         id(weakref.WeakSet): _OrderedWeakSet,
     }
     changed: list[tuple[Any, str, Any]] = []
-    for module in _modules(packages):
+    for module in [*_modules(packages), *more]:
         SIMULATED_FILES.add(str(module.__file__))
         for name, value in list(vars(module).items()):
             new = instead.get(id(value))

@@ -1,4 +1,4 @@
-"""Run a scenario in a process of its own.
+"""Run a scenario, or a test, in a process of its own.
 
 While the code is simulated, all threads of this process that run it are, too: those that other
 tests have left idle would take part.
@@ -7,9 +7,13 @@ tests have left idle would take part.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,14 @@ from simulation.mutation import Mutation, mutated
 from simulation.replacing import simulated
 from simulation.scenario import run
 from simulation.scenarios import SCENARIOS
+from simulation.scheduler import Scheduler
+from simulation.strategies import strategy_for
 
-__all__ = ["first_failure"]
+__all__ = ["first_failure", "in_virtual_time"]
 
 SECONDS = 900.0
-CODE = "import sys; from simulation.separately import _show; _show(*eval(sys.argv[1]))"
+CODE = "import sys; from simulation.separately import {0}; {0}(*eval(sys.argv[1]))"
+TESTS = Path(__file__).parent.parent
 
 
 def first_failure(name: str, seeds: range, mutation: Mutation | None = None) -> str:
@@ -33,9 +40,33 @@ def first_failure(name: str, seeds: range, mutation: Mutation | None = None) -> 
         mutation: of the code that runs.
     """
     fault = None if mutation is None else tuple(mutation)
+    return _output("_show", name, seeds.start, seeds.stop, fault)
+
+
+def in_virtual_time(*helpers: str, seeds: int = 20) -> Callable[[Callable[..., None]], Any]:
+    """Have a test run in simulations: its waits are exact, and take no time.
+
+    Args:
+        helpers: modules that it uses, and that use threads, clocks or sockets themselves.
+        seeds: how many schedules it runs under.
+    """
+
+    def decorate(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def run_separately(**arguments: Any) -> None:
+            file = inspect.getfile(test)
+            failure = _output("_show_test", file, test.__name__, arguments, helpers, seeds)
+            assert not failure, failure
+
+        return run_separately
+
+    return decorate
+
+
+def _output(function: str, *arguments: Any) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", CODE, repr((name, seeds.start, seeds.stop, fault))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        [sys.executable, "-c", CODE.format(function), repr(arguments)],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -54,4 +85,18 @@ def _show(name: str, start: int, stop: int, fault: tuple[Any, ...] | None) -> No
                     f"{failure.summary}\n{failure.details}\n\nTo run it again: "
                     f"python tests/simulation/simulate.py {name} --seed {seed}"
                 )
+                return
+
+
+def _show_test(
+    file: str, name: str, arguments: dict[str, Any], helpers: tuple[str, ...], seeds: int
+) -> None:
+    sys.path.insert(0, str(Path(file).parent))
+    module = importlib.import_module(Path(file).stem)
+    test = inspect.unwrap(vars(module)[name])
+    with simulated(more=[module, *map(importlib.import_module, helpers)]):
+        for seed in range(seeds):
+            failures = Scheduler(strategy_for(seed), seed).run(lambda: test(**arguments))
+            if failures:
+                print(f"with seed {seed}: {failures[0].summary}\n{failures[0].details}")
                 return

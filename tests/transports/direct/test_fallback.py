@@ -58,17 +58,6 @@ def test_a_peer_that_refuses_connections_is_called_by_the_fallback(group):
     assert "no connection could be made" in route(caller, callee).reason
 
 
-def test_without_a_connection_calls_fail_where_only_direct_ones_are_allowed(group, monkeypatch):
-    monkeypatch.setattr(direct, "LOSS_SECONDS", 0.2)
-    caller, callee = group({"only": True}, {"is_direct": False})
-    with pytest.raises(CallError, match=r"'w1'.*cannot be called directly.*memory transport"):
-        caller.call(callee).wait(WAIT_SECONDS)
-    del caller.members[1]
-    with pytest.raises(WorkerDiedError):
-        caller.call(callee).wait(WAIT_SECONDS)
-    assert callee.served == 0
-
-
 def test_the_loss_of_a_peer_ends_its_calls_on_both_transports(group):
     caller, callee = group({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
     lost = PendingReply()
