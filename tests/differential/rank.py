@@ -7,12 +7,14 @@ runs each probe in a fork of its own.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
 import pkgutil
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,20 @@ def run(probe: Probe, output: str) -> None:
         file.write(json.dumps([probe.name, result]) + "\n")
 
 
+def time_out_once(rpc: Any) -> Any:
+    """Return an RRef whose creation has timed out, to be kept as long as probes run.
+
+    When the creation of any RRef times out, torch notes it in the first RRef of the process to
+    which that happened (``RRef::handleError`` has a static lambda that holds ``this``): without
+    this one, the outcomes of probes would depend on which of them comes first.
+    """
+    rref = rpc.remote("worker1", time.sleep, (0.3,), timeout=0.05)
+    with contextlib.suppress(RuntimeError):
+        rref._get_future().wait()
+    time.sleep(0.3)
+    return rref
+
+
 def main() -> None:
     """Run the probes that the command line names."""
     backend, rank, port, names, output = sys.argv[1:]
@@ -75,6 +91,7 @@ def main() -> None:
     rpc.init_rpc(f"worker{rank}", rank=int(rank), world_size=2, rpc_backend_options=options)
     faulthandler.cancel_dump_traceback_later()
     if rank == "0":
+        _timed_out = time_out_once(rpc)
         for probe in probes:
             run(probe, output)
         # a probe may have left a call open; rank 1 serves probes until rank 0 has ended
