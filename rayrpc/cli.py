@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run an unmodified script on Ray",
         usage="%(prog)s [-h] [--address ADDRESS] [--config FILE] [--set KEY=VALUE] "
-        "(SCRIPT | -m MODULE) ARGS ...",
+        "[--working-dir FOLDER] (SCRIPT | -m MODULE) ARGS ...",
         description="Run a script, a module or a Python command (torchrun) as python would, with "
         "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
@@ -42,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="one setting, its value in YAML; repeatable",
+    )
+    run.add_argument(
+        "--working-dir",
+        metavar="FOLDER",
+        help="sent to hosts that do not have it (default: the script's folder)",
     )
     run.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="the module"
@@ -64,6 +69,8 @@ def _settings(options: argparse.Namespace) -> config.Settings:
             raise ConfigError(f"--set {item}: the value is not valid YAML: {problem}") from None
     if options.address is not None:
         overrides["address"] = options.address
+    if options.working_dir is not None:
+        overrides["working_dir"] = options.working_dir
     return config.load(options.config, **overrides)
 
 

@@ -35,6 +35,7 @@ from rayrpc.config.checks import (
     RUNTIME_ENV,
     SECONDS,
     TEXT,
+    TEXTS,
     Place,
     check_fields,
     checked,
@@ -202,6 +203,19 @@ class Settings:
     )
     runtime_env: Mapping[str, Any] | None = key(
         None, RUNTIME_ENV, "Ray's `runtime_env` for the workers that rayrpc starts.", _yaml
+    )
+    working_dir: str | None = key(
+        None,
+        TEXT,
+        "Folder that is sent to hosts that do not have it, with the program's modules and files. "
+        "None: that of the script.",
+    )
+    working_dir_excludes: tuple[str, ...] = key(
+        (),
+        TEXTS,
+        "Names in that folder, or paths relative to it, that are not sent; with `*`, `?`, "
+        "`[a-z]`. `.git`, `.venv`, caches and the like never are.",
+        _yaml,
     )
     dashboard: bool = key(False, FLAG, "Whether a local cluster has a dashboard.", _flag_word)
     local_num_cpus: int | None = key(

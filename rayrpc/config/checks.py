@@ -141,6 +141,12 @@ def _amount(value: Any, place: Place) -> Any:
     return QUANTITY(value, place)
 
 
+def _texts(value: Any, place: Place) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise place.wrong(value, "a list of texts")
+    return tuple(value)
+
+
 def _ports(value: Any, place: Place) -> str:
     found = re.fullmatch(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", str(value).strip())
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -168,6 +174,7 @@ ADDRESS = scalar(
 )
 PORTS: Check = _ports
 AMOUNTS = mapping("resource name to amount", _amount)
+TEXTS = _texts
 RUNTIME_ENV = mapping("the names of Ray's runtime_env to plain data", _plain)
 
 

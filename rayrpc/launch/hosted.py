@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ from ray.actor import ActorHandle
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc.launch.capture import Capture
+from rayrpc.launch.folder import Archive, pack, unpack
 from rayrpc.launch.placement import named, this_node
 from rayrpc.launch.program import Program
 
-__all__ = ["Ended", "HostedWorker", "Target", "start_hosted"]
+__all__ = ["Ended", "HostedWorker", "Target", "send_folder", "start_hosted"]
 
 logger = logging.getLogger(__name__)
+
+_sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}  # by Ray job and content
 
 CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
@@ -126,9 +129,23 @@ class HostedWorker:
         """Return the id of the worker's node."""
         return str(ray.get_runtime_context().get_node_id())
 
+    @ray.method(concurrency_group="system")
+    def lacks_folder(self) -> bool:
+        """Tell whether the worker's node has no folder of the program."""
+        return self._program.lacks_folder
+
+    def _enter_folder(self, archive: Archive | None) -> None:
+        if archive is not None:
+            self._program = self._program.move(unpack(archive))
+
     @ray.method(concurrency_group="main")
     def run(
-        self, rank: int, target: Target, enter_shim: bytes | None, collector: str | None
+        self,
+        rank: int,
+        target: Target,
+        enter_shim: bytes | None,
+        collector: str | None,
+        archive: Archive | None = None,
     ) -> Ended:
         """Load the program, and run the rank's main.
 
@@ -137,12 +154,14 @@ class HostedWorker:
             target (Target): ``fn`` and ``args``; ``fn(rank, *args)`` is called.
             enter_shim (bytes, optional): a pickled function to call before the program is loaded.
             collector (str, optional): address of the collector of output; None: it is left to Ray.
+            archive (Archive, optional): of the program's folder, if this node lacks it.
 
         Returns:
             Ended: how the main ended; its exceptions are in there, too.
         """
         self._start_capture(collector)
         try:
+            self._enter_folder(archive)
             if enter_shim is not None:
                 pickle.loads(enter_shim)()
                 config.use(config.settings().replace(address=self._cluster))
@@ -178,15 +197,18 @@ class HostedWorker:
     # -- a server -----------------------------------------------------------------------------
 
     @ray.method(concurrency_group="main")
-    def join_group(self, name: str, init_method: str, collector: str | None) -> None:
+    def join_group(
+        self, name: str, init_method: str, collector: str | None, archive: Archive | None = None
+    ) -> None:
         """Join a dynamic group, and serve its calls.
 
         Args:
             name (str): of this worker.
             init_method (str): names the group.
-            collector (str, optional): see ``run``.
+            collector (str, optional), archive (Archive, optional): see ``run``.
         """
         self._start_capture(collector)
+        self._enter_folder(archive)
         from rayrpc import api, startup
         from rayrpc._runtime import current
 
@@ -228,3 +250,32 @@ def start_hosted(
         worker: actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
         for worker, options in placed.items()
     }
+
+
+def send_folder(
+    program: Program, settings: config.Settings, actors: Sequence[ActorHandle[HostedWorker]]
+) -> list[ray.ObjectRef[Archive] | None]:
+    """Make the program's folder ready for the workers whose nodes do not have it.
+
+    Args:
+        program: what the workers run.
+        settings: say what is left out.
+        actors: the workers.
+
+    Returns:
+        By worker, the archive for ``run`` and ``join_group``, if its node needs it.
+
+    Raises:
+        ConfigError: one needs it, and it is too large.
+    """
+    if not program.folder or "working_dir" in (settings.runtime_env or {}):
+        return [None] * len(actors)
+    lacking = ray.get([actor.lacks_folder.remote() for actor in actors])
+    if not any(lacking):
+        return [None] * len(actors)
+    archive = pack(program.folder, settings.working_dir_excludes)
+    key = (ray.get_runtime_context().get_job_id(), archive.digest)
+    if key not in _sent:
+        logger.info("sending %s to hosts that do not have it", program.folder)
+        _sent[key] = ray.put(archive)
+    return [_sent[key] if lacks else None for lacks in lacking]

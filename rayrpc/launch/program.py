@@ -7,6 +7,7 @@ A rank loads the script the way ``multiprocessing`` does: as the module ``__mp_m
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import linecache
 import os
@@ -19,7 +20,9 @@ from pathlib import Path
 
 from rayrpc._protocol.origin import Origin
 from rayrpc._transports import process_origin
+from rayrpc.errors import ConfigError
 from rayrpc.launch.children import without_folder
+from rayrpc.launch.folder import is_within, moved
 
 __all__ = ["OUR_FILES", "Program", "run_as_main", "run_module_as_main"]
 
@@ -57,6 +60,8 @@ class Program:
         environ (dict[str, str]): its environment.
         changed (frozenset[str]): names in it that the process itself changed.
         origin (Origin, optional): of the hosted workers that the process starts.
+        folder (str): what its modules and files are in, for nodes that do not have it; empty: it
+            is not sent.
     """
 
     path: str = ""
@@ -68,13 +73,21 @@ class Program:
     environ: dict[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     origin: Origin | None = None
+    folder: str = ""
 
     @staticmethod
-    def of_this_process() -> Program:
+    def of_this_process(working_dir: str | None = None) -> Program:
         """Describe what this process runs.
+
+        Args:
+            working_dir (str, optional): its folder; None: that of the script, or the working
+                directory of ``python -m``.
 
         Returns:
             Program: with the environment less what belongs to Ray or to this machine.
+
+        Raises:
+            ConfigError: there is no such folder.
         """
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
@@ -93,17 +106,57 @@ class Program:
             environ=environ,
             changed=frozenset(k for k, v in environ.items() if _environ_at_start.get(k) != v),
             origin=process_origin.origin_of_ranks(),
+            folder=_folder(working_dir, path, module),
         )
 
     @staticmethod
-    def without_script() -> Program:
+    def without_script(working_dir: str | None = None) -> Program:
         """Describe where this process runs, for workers that only serve.
 
+        Args:
+            working_dir (str, optional): see ``of_this_process``.
+
         Returns:
-            Program: with this process's ``sys.path`` and environment alone.
+            Program: with this process's ``sys.path``, environment and folder alone.
         """
-        here = Program.of_this_process()
-        return Program(sys_path=here.sys_path, environ=here.environ, origin=here.origin)
+        here = Program.of_this_process(working_dir)
+        return Program(
+            sys_path=here.sys_path, environ=here.environ, origin=here.origin, folder=here.folder
+        )
+
+    @property
+    def lacks_folder(self) -> bool:
+        """Tell whether this node has no folder of the program, or another version of its script."""
+        if not self.folder or not os.path.isdir(self.folder):
+            return bool(self.folder)
+        if not self.path or not is_within(self.path, self.folder):
+            return False
+        try:
+            return Path(self.path).read_bytes() != self.source
+        except OSError:
+            return True
+
+    def move(self, folder: str) -> Program:
+        """Use another folder in place of the program's, after ``enter``.
+
+        Args:
+            folder (str): with the same content.
+
+        Returns:
+            Program: in that folder.
+        """
+
+        def new(path: str) -> str:
+            return moved(path, self.folder, folder)
+
+        sys.path[:] = [new(each) for each in sys.path]
+        sys.argv[:1] = [new(each) for each in sys.argv[:1]]
+        if path := os.environ.get("PYTHONPATH"):
+            os.environ["PYTHONPATH"] = os.pathsep.join(map(new, path.split(os.pathsep)))
+        if self.cwd and (is_within(self.cwd, self.folder) or not os.path.isdir(self.cwd)):
+            cwd = new(self.cwd)
+            os.chdir(cwd if os.path.isdir(cwd) else folder)
+        return dataclasses.replace(self, path=new(self.path), folder=folder)
 
     def enter(self, same_node: bool) -> None:
         """Give this process the environment and origin of the program; before torch is imported.
@@ -140,6 +193,20 @@ class Program:
             main.__file__ = self.path
             _set_main(main)
             exec(code, main.__dict__)
+
+
+def _folder(working_dir: str | None, path: str, module: str) -> str:
+    """Return what folder a program is in; empty if its modules are installed, or it has none."""
+    if working_dir is not None:
+        folder = os.path.abspath(os.path.expanduser(working_dir))
+        if not os.path.isdir(folder):
+            raise ConfigError(f"working_dir: there is no folder {folder}")
+        return folder
+    if module:
+        return os.getcwd()
+    folder = os.path.dirname(os.path.abspath(path)) if path else ""
+    is_installed = any(is_within(folder, each) for each in (sys.prefix, sys.base_prefix))
+    return "" if is_installed else folder
 
 
 def _set_main(main: types.ModuleType) -> None:

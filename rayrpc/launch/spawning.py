@@ -22,7 +22,7 @@ from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.launch import child_ranks
 from rayrpc.launch.arguments import Arguments
 from rayrpc.launch.child_ranks import ChildContext
-from rayrpc.launch.hosted import Ended, HostedWorker, start_hosted
+from rayrpc.launch.hosted import Ended, HostedWorker, send_folder, start_hosted
 from rayrpc.launch.interrupt import note_interrupt
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
@@ -244,6 +244,7 @@ def spawn(
     Raises:
         PlacementError: a rank asks for resources that no node has, or that did not become free; or
             it is on another node, and an argument is in shared memory, or a pipe or socket.
+        ConfigError: a rank is on a host without the program's folder, which is too large to send.
         ProcessRaisedException, ProcessExitedException: a rank failed; see ``RankContext.join``.
         RuntimeError: an argument can only be inherited (a queue or lock of ``multiprocessing``).
 
@@ -268,9 +269,9 @@ def spawn(
 
 
 def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> RankContext:
-    program = Program.of_this_process()
-    arguments = Arguments(fn, args, by_value=not (program.path or program.module))
     settings = config.settings()
+    program = Program.of_this_process(settings.working_dir)
+    arguments = Arguments(fn, args, by_value=not (program.path or program.module))
     connect(settings)
     wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
     check_placeable(wanted)
@@ -284,9 +285,12 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
         pids = wait_placed(actors, wanted, settings.placement_timeout)
         nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
         targets = arguments.targets(nodes, here)
+        folders = send_folder(program, settings, list(actors.values()))
         output = Output(actors if settings.log_to_terminal else {})
         refs = [
-            actor.run.remote(rank, targets[rank], enter_shim, output.addresses.get(name))
+            actor.run.remote(
+                rank, targets[rank], enter_shim, output.addresses.get(name), folders[rank]
+            )
             for rank, (name, actor) in enumerate(actors.items())
         ]
     except BaseException:

@@ -16,7 +16,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
-from rayrpc.launch.hosted import HostedWorker, start_hosted
+from rayrpc.launch.hosted import HostedWorker, send_folder, start_hosted
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
@@ -203,15 +203,20 @@ def start_into(
         PlacementError: a worker was not started in time; the others were ended.
     """
     method = f"ray://{agent.key}"
-    actors = start_hosted(Program.without_script(), settings, placed)
+    program = Program.without_script(settings.working_dir)
+    actors = start_hosted(program, settings, placed)
     output: Output | None = None
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
         captured = actors if settings.log_to_terminal else {}
         output = Output(captured, {name: f"({name}) " for name in actors})
-        addresses = [output.addresses.get(name) for name in actors]
-        joining = zip(actors.items(), addresses, strict=True)
-        ray.get([a.join_group.remote(name, method, address) for (name, a), address in joining])
+        folders = send_folder(program, settings, list(actors.values()))
+        ray.get(
+            [
+                actor.join_group.remote(name, method, output.addresses.get(name), folder)
+                for (name, actor), folder in zip(actors.items(), folders, strict=True)
+            ]
+        )
         for name in wanted:
             agent.lookup(name)  # waits until the directory has announced it here
     except BaseException:

@@ -5,14 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from conftest import ROOT, python_path
-from host_maker import hosts_of, why_impossible
+from host_cluster import cluster_of_hosts
+from host_maker import why_impossible
 
 pytestmark = [
     pytest.mark.process,
@@ -23,7 +21,6 @@ pytestmark = [
 PEER_TIMEOUT = 5.0
 # The promise is peer_timeout + 2 s from the cut; more is for machines that are busy.
 SECONDS = 30.0
-RAY = str(Path(sys.executable).with_name("ray"))
 
 PROGRAM = """
 import faulthandler, os, signal, sys, time
@@ -143,28 +140,8 @@ class Rank:
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Three hosts, a Ray cluster over them, and what its programs find in their environment."""
-    folder = tempfile.mkdtemp(prefix="rr-")
-    with hosts_of(3) as hosts:
-        environ = {
-            **os.environ,
-            "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
-            "RAY_AUTH_MODE": "disabled",
-            "RAY_TMPDIR": "/tmp/ray",
-            "RAYRPC_PEER_TIMEOUT": str(PEER_TIMEOUT),
-            "MASTER_ADDR": hosts.address(1),
-            "TMPDIR": folder,
-        }
-        environ = {k: v for k, v in environ.items() if not k.startswith("COVERAGE")}
-        for number in (1, 2, 3):
-            address = hosts.address(number)
-            place = ["--head", "--port", "6379", "--include-dashboard", "false"]
-            if number > 1:
-                place = ["--address", f"{hosts.address(1)}:6379"]
-            size = ["--num-cpus", "4", "--object-store-memory", str(100 << 20)]
-            command = [RAY, "start", "--node-ip-address", address, *size, *place]
-            hosts.run(number, *command, timeout=150, environ=environ)
-        yield hosts, {**environ, "RAY_ADDRESS": f"{hosts.address(1)}:6379"}
+    with cluster_of_hosts(PEER_TIMEOUT) as made:
+        yield made
 
 
 @pytest.fixture

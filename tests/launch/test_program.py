@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rayrpc.errors import ConfigError
 from rayrpc.launch import program
 from rayrpc.launch.program import Program, run_as_main
 
@@ -114,6 +115,72 @@ def test_arguments_folder_and_module_path_are_taken_over(process, tmp_path):
 def test_a_folder_that_is_not_there_is_not_entered(process, tmp_path):
     Program(cwd="/missing/folder").enter(same_node=False)
     assert Path.cwd() == tmp_path
+
+
+@pytest.fixture
+def elsewhere(process, tmp_path):
+    """Return a program whose script is in a folder that this node does not have."""
+    process["PYTHONPATH"] = "/theirs/lib:/usr/lib/x"
+    made = Program(
+        path="/theirs/main.py",
+        source=b"import part",
+        argv=["/theirs/main.py", "/theirs/data"],
+        sys_path=["/theirs", "/other"],
+        cwd="/theirs/data",
+        folder="/theirs",
+    )
+    made.enter(same_node=False)
+    return made
+
+
+def test_a_folder_that_is_missing_is_replaced(elsewhere, process, tmp_path):
+    (tmp_path / "here/data").mkdir(parents=True)
+    here = str(tmp_path / "here")
+    assert elsewhere.lacks_folder
+    made = elsewhere.move(here)
+    assert (made.path, made.folder) == (f"{here}/main.py", here)
+    assert os.getcwd() == f"{here}/data"
+    assert sys.path[:2] == [here, "/other"]
+    assert sys.argv == [f"{here}/main.py", "/theirs/data"]  # what is an argument is not known
+    assert process["PYTHONPATH"] == f"{here}/lib:/usr/lib/x"
+
+
+def test_a_rank_whose_folder_was_not_sent_starts_in_the_programs(elsewhere, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    elsewhere.move(str(here))
+    assert Path.cwd() == here
+
+
+def test_a_folder_with_another_version_of_the_script_is_none(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text("old")
+    made = Program(path=str(script), source=b"old", folder=str(tmp_path))
+    assert not made.lacks_folder
+    script.write_text("new")
+    assert made.lacks_folder
+    script.unlink()
+    assert made.lacks_folder
+    assert not Program(path=str(script), source=b"old").lacks_folder
+
+
+def test_the_folder_of_a_program_is_its_scripts_unless_another_is_named(process, monkeypatch):
+    here = os.getcwd()
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "__spec__", None)
+    os.makedirs("app")
+    Path("app/main.py").write_text("")
+    monkeypatch.setattr(main, "__file__", "app/main.py", raising=False)
+    assert Program.of_this_process().folder == f"{here}/app"
+    assert Program.of_this_process(".").folder == here
+    assert Program.without_script("app").folder == f"{here}/app"
+    with pytest.raises(ConfigError, match=r"no folder .*missing"):
+        Program.of_this_process("missing")
+    monkeypatch.setattr(main, "__file__", program.__file__)
+    monkeypatch.setattr(sys, "prefix", str(Path(program.__file__).parents[2]))
+    assert Program.of_this_process().folder == ""  # it is installed
+    monkeypatch.setattr(main, "__spec__", pytest.__spec__)
+    assert Program.of_this_process().folder == here
 
 
 # -- loading it -----------------------------------------------------------------------------------

@@ -1,0 +1,50 @@
+"""A Ray cluster over three hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from conftest import ROOT, python_path
+from host_maker import Hosts, hosts_of
+
+__all__ = ["cluster_of_hosts"]
+
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+@contextlib.contextmanager
+def cluster_of_hosts(peer_timeout: float) -> Iterator[tuple[Hosts, dict[str, str]]]:
+    """Start three hosts and a cluster over them, and end both.
+
+    Args:
+        peer_timeout: the setting, in seconds.
+
+    Yields:
+        The hosts, and what programs find in their environment.
+    """
+    folder = tempfile.mkdtemp(prefix="rr-")
+    with hosts_of(3) as hosts:
+        environ = {
+            **os.environ,
+            "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_TMPDIR": "/tmp/ray",
+            "RAYRPC_PEER_TIMEOUT": str(peer_timeout),
+            "MASTER_ADDR": hosts.address(1),
+            "TMPDIR": folder,
+        }
+        environ = {k: v for k, v in environ.items() if not k.startswith("COVERAGE")}
+        for number in (1, 2, 3):
+            address = hosts.address(number)
+            place = ["--head", "--port", "6379", "--include-dashboard", "false"]
+            if number > 1:
+                place = ["--address", f"{hosts.address(1)}:6379"]
+            size = ["--num-cpus", "4", "--object-store-memory", str(100 << 20)]
+            command = [RAY, "start", "--node-ip-address", address, *size, *place]
+            hosts.run(number, *command, timeout=150, environ=environ)
+        yield hosts, {**environ, "RAY_ADDRESS": f"{hosts.address(1)}:6379"}
