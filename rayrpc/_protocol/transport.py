@@ -179,6 +179,12 @@ class Transport(abc.ABC):
     def call(self, peer: Member, frame: Frame) -> Pending:
         """Send a request to a peer; return where its reply will be."""
 
+    def on_interrupted_call(self) -> None:  # noqa: B027 - of most there is nothing to read
+        """Read the reply to a call all the same that an interrupt keeps from being waited for.
+
+        The interrupt may strike in ``call``, or just after it.
+        """
+
     @abc.abstractmethod
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
         """Return where a reply will be that the peer sends by ``send_reply``.

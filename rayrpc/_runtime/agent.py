@@ -104,7 +104,7 @@ class Agent:
         )
         for member in snapshot.members:
             self._worker.devices.add(member)
-        self.caller = Caller(self._worker, self._replies, self._send)
+        self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
         self.callee = Callee(self._worker, self._slots)
 
     def start(self) -> None:

@@ -58,9 +58,17 @@ class Caller:
         worker (Worker): its parts.
         threads (ThreadCache): completes calls.
         send (Send): sends frames.
+        on_interrupted_send (Callable): called if an interrupt may have struck ``send``, or just
+            after it.
     """
 
-    def __init__(self, worker: Worker, threads: ThreadCache, send: Send) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        threads: ThreadCache,
+        send: Send,
+        on_interrupted_send: Callable[[], None],
+    ) -> None:
         self._worker = worker
         self._me = worker.info
         self._rrefs = worker.rrefs
@@ -68,6 +76,7 @@ class Caller:
         self.threads = threads
         self.interrupting = InterruptingCalls(threads.submit)
         self._send = send
+        self._on_interrupted_send = on_interrupted_send
         self._call_ids = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
         self._open: dict[int, OpenCall] = {}
         self._deadlines = DeadlineThread(self._open, self._expire)
@@ -290,6 +299,7 @@ class Caller:
             return self._send(request.to, frame)
         except BaseException:
             self._waiting.pop(request.id, None)
+            self._on_interrupted_send()
             raise
 
     def _wait(
@@ -352,6 +362,7 @@ class Caller:
         except BaseException:  # an interrupt: the program has nothing to wait with
             self._open.pop(request.id, None)
             call.end(by_reply=False)
+            self._on_interrupted_send()
             raise
 
     def _expire(self, call_id: int, timeout: float) -> None:

@@ -272,6 +272,24 @@ def test_an_asynchronous_call_that_is_interrupted_as_it_starts_is_active_no_more
     assert caller.active == 0 and a.future(b, add, 1, 2).wait() == 3
 
 
+@pytest.mark.parametrize("way", ["sync", "future"])
+def test_the_transport_is_told_of_an_interrupt_just_after_a_request_was_sent(
+    a, b, monkeypatch, way
+):
+    told = []
+    send = a.agent.caller._send
+
+    def interrupted(*args):
+        send(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(a.agent.caller, "_send", interrupted)
+    monkeypatch.setattr(a.agent.caller, "_on_interrupted_send", lambda: told.append(way))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(a, way)(b, add, 1, 2)
+    assert told == [way]
+
+
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_the_rref_of_a_remote_call_that_is_interrupted_as_it_starts_is_deleted(
     a, b, monkeypatch, is_sent

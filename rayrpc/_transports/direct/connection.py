@@ -125,7 +125,6 @@ class CallerConnection(ReplyReader):
                         stream.flush_later()
         except BaseException:  # an interrupt: nothing waits for the reply
             call.frame = None
-            self._watchdog.wake()  # its maintenance reads it
             raise
         return call
 

@@ -165,6 +165,9 @@ class DirectTransport(Transport):
                 return call
         return self._call_by_fallback(route.peer, frame, route.reason)
 
+    def on_interrupted_call(self) -> None:
+        self._watchdog.wake()  # its maintenance reads what nothing waits for
+
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
         return self._fallback.expect_reply(call_id, _for_fallback(peer))
 

@@ -356,6 +356,7 @@ class _Run:
                 self.call(user.worker, number, call)
             except KeyboardInterrupt:
                 self.abandoned.add(number)
+                self.workers[user.worker].transport.on_interrupted_call()
             finally:
                 self.scheduler.current.may_be_interrupted = False
                 self.scheduler.current.interrupt_after = 0

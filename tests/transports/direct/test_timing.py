@@ -168,6 +168,17 @@ def test_no_more_requests_are_read_than_the_replies_that_the_peer_does_not_read(
         assert callee.served == 41
 
 
+@in_virtual_time("direct_workers")
+def test_the_reply_to_a_call_that_was_interrupted_is_read():
+    with pair() as (caller, callee):
+        replies_with(callee, lambda frame: [LARGE])
+        caller.call(callee, 1)  # and then Ctrl-C
+        caller.transport.on_interrupted_call()
+        time.sleep(60)
+        assert callee.served == 1 and callee.transport._server._bulk.is_empty
+        assert not any(each._calls for each in caller.transport._connections())
+
+
 @pytest.mark.parametrize("broken", [0, 1], ids=["small", "large"])
 @in_virtual_time("direct_workers")
 def test_the_two_connections_are_lost_and_made_again_together(broken):
