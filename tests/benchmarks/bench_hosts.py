@@ -1,11 +1,12 @@
 """Measure rayrpc between two hosts, beside TensorPipe and a plain TCP socket, in one run.
 
-    python tests/benchmarks/bench_hosts.py [--rounds N] [--seconds S] [--only ROW,...]
+    python tests/benchmarks/bench_hosts.py [--rounds N] [--seconds S] [--only ROW,...] [--tls]
 
 The hosts are network namespaces of this machine, so it must be run by root on Linux.  A row is the
 median time of a call that sends a tensor, or a dict of them, and gets it back; the plain socket
 sends and receives as many bytes into memory that is there.  All columns take turns, in another
-order each round; TensorPipe's processes are stopped while others are measured.
+order each round; TensorPipe's processes are stopped while others are measured.  With ``--tls``, Ray
+and rayrpc encrypt what goes between the hosts, the others do not.
 """
 
 from __future__ import annotations
@@ -250,8 +251,26 @@ def _children(pid: int) -> list[int]:
     return []
 
 
+def _certificates(folder: str, addresses: list[str]) -> dict[str, str]:
+    """Return the environment with which Ray encrypts between hosts, by one certificate for all."""
+    import trustme
+
+    authority = trustme.CA()
+    certificate = authority.issue_cert(*addresses, "127.0.0.1")
+    paths = {each: Path(folder, each) for each in ("cert", "key", "ca")}
+    certificate.cert_chain_pems[0].write_to_path(paths["cert"])
+    certificate.private_key_pem.write_to_path(paths["key"])
+    authority.cert_pem.write_to_path(paths["ca"])
+    return {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(paths["cert"]),
+        "RAY_TLS_SERVER_KEY": str(paths["key"]),
+        "RAY_TLS_CA_CERT": str(paths["ca"]),
+    }
+
+
 @contextlib.contextmanager
-def columns(names: list[str]) -> Iterator[list[Column]]:
+def columns(names: list[str], tls: bool) -> Iterator[list[Column]]:
     """Make the hosts, a Ray cluster over them, and the columns."""
     from host_maker import hosts_of, why_impossible
 
@@ -270,6 +289,8 @@ def columns(names: list[str]) -> Iterator[list[Column]]:
             "GLOO_SOCKET_IFNAME": "eth0",
             "TP_SOCKET_IFNAME": "eth0",
         }
+        if tls:
+            environ |= _certificates(folder, [hosts.address(1), hosts.address(2)])
         ray = str(Path(sys.executable).with_name("ray"))
         head = f"{hosts.address(1)}:6379"
         for number in (1, 2):
@@ -294,6 +315,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="for each row and column")
     parser.add_argument("--only", default=",".join([*ROWS, BESIDE]), help="rows")
     parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--tls", action="store_true", help="encrypt what rayrpc sends")
     parser.add_argument("--column", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
@@ -303,7 +325,7 @@ def main() -> None:
         return
     rows = options.only.split(",")
     results: dict[str, dict[str, list[float]]] = {row: {} for row in rows}
-    with columns(options.columns.split(",")) as made:
+    with columns(options.columns.split(","), options.tls) as made:
         for _ in range(options.rounds):
             for row in rows:
                 for column in random.sample(made, len(made)):
