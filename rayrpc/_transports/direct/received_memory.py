@@ -39,7 +39,6 @@ class ReceivedMemory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[tuple[float, Any]]] = collections.defaultdict(list)
-        self._free_bytes = 0
         self._used: dict[int, _Block] = {}
         # The garbage collector adds to it, which must not take the lock.  It calls no function in
         # Python for that: an interrupt would keep the memory in use for ever.
@@ -56,8 +55,6 @@ class ReceivedMemory:
             self._collect()
             free = self._free[capacity]
             memory: Any = free.pop()[1] if free else None
-            if memory is not None:
-                self._free_bytes -= capacity
         if memory is None:
             memory = np.empty(capacity, np.uint8)
         block = (ctypes.c_ubyte * size).from_buffer(memory)
@@ -74,17 +71,23 @@ class ReceivedMemory:
             for capacity, free in list(self._free.items()):
                 while free and free[0][0] < limit:
                     del free[0]
-                    self._free_bytes -= capacity
                 if not free:
                     del self._free[capacity]
 
+    @property
+    def _free_bytes(self) -> int:
+        return sum(capacity * len(free) for capacity, free in self._free.items())
+
     def _collect(self) -> None:
-        """Take back what was deleted, up to a limit; with the lock held."""
+        """Take back what was deleted, up to a limit; with the lock held.
+
+        An interrupt may come at any time: what was done for a block is not done again.
+        """
         now = time.monotonic()
         while self._deleted:
-            block = self._deleted.popleft()
-            self._used.pop(id(block), None)
-            memory = block.memory
-            if self._free_bytes + len(memory) <= MAX_FREE_BYTES:
-                self._free_bytes += len(memory)
-                self._free[len(memory)].append((now, memory))
+            block = self._deleted[0]
+            if self._used.pop(id(block), None) is not None:
+                memory = block.memory
+                if self._free_bytes + len(memory) <= MAX_FREE_BYTES:
+                    self._free[len(memory)].append((now, memory))
+            self._deleted.popleft()

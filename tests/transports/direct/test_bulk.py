@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -36,6 +37,30 @@ def replies_with(callee, make_buffers):
         return reply
 
     callee.transport._server._serve = with_buffers
+
+
+def interrupted_at(number, function, call):
+    """Call, and raise KeyboardInterrupt at a line of a function; return False if fewer run."""
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code is not function.__code__:
+            return None
+        left -= event == "line"
+        if not left:
+            raise KeyboardInterrupt
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(outer)
+    return False
 
 
 def connections(caller, callee):
@@ -301,6 +326,19 @@ class TestReceivedMemory:
         del buffers
         memory.trim()
         assert 0 < memory._free_bytes <= 3 << 20
+
+    def test_an_interrupt_while_memory_is_taken_back_keeps_none_in_use(self):
+        for number in range(1, 200):
+            memory: Any = ReceivedMemory()
+            for _ in range(2):
+                memory.acquire(1 << 20)  # deleted at once
+            if not interrupted_at(number, ReceivedMemory._collect, memory.trim):
+                break
+            memory.trim()
+            assert not memory._used and not memory._deleted
+            assert memory._free_bytes in (0, 1 << 20, 2 << 20)
+            assert sum(map(len, memory._free.values())) << 20 == memory._free_bytes
+        assert 5 < number < 199
 
     def test_threads_get_memory_of_their_own(self):
         memory = ReceivedMemory()
