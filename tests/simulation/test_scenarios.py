@@ -21,7 +21,7 @@ SEEDS = {
 REGRESSIONS = [
     (
         "transport",
-        6724,
+        1158,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
@@ -52,7 +52,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        4130,
+        908,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",

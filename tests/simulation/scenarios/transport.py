@@ -356,10 +356,11 @@ class _Run:
                 self.call(user.worker, number, call)
             except KeyboardInterrupt:
                 self.abandoned.add(number)
-                self.workers[user.worker].transport.on_interrupted_call()
             finally:
                 self.scheduler.current.may_be_interrupted = False
                 self.scheduler.current.interrupt_after = 0
+            if number in self.abandoned:
+                self.workers[user.worker].transport.on_interrupted_call()
 
     def call(self, worker: int, number: int, call: Call) -> None:
         data = f"{number} {call.function} {call.request} {call.reply}".encode()
