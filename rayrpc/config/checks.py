@@ -142,6 +142,7 @@ def _amount(value: Any, place: Place) -> Any:
 
 
 def _texts(value: Any, place: Place) -> tuple[str, ...]:
+    value = () if value is None else value  # as in ``mapping``
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise place.wrong(value, "a list of texts")
     return tuple(value)
@@ -174,7 +175,7 @@ ADDRESS = scalar(
 )
 PORTS: Check = _ports
 AMOUNTS = mapping("resource name to amount", _amount)
-TEXTS = _texts
+TEXTS: Check = _texts
 RUNTIME_ENV = mapping("the names of Ray's runtime_env to plain data", _plain)
 
 

@@ -4,6 +4,7 @@ The files, in the order in which ``rayrpc run`` meets them:
 
 - ``process``: the shim, which puts rayrpc in place in a script's process and in its children.
 - ``program``: what a process runs, described so that a rank on another host can load it.
+- ``folder``: the program's folder, for hosts that do not have it.
 - ``spawning``: ``spawn`` and its context, in the place of ``torch.multiprocessing``'s.
 - ``arguments``: what ranks are called with: shared with those on this node, copied for others.
 - ``placement``: which node has room for a worker; what is reserved there.

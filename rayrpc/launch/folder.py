@@ -8,6 +8,7 @@ their user's, once for each node and content.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import os
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from rayrpc._transports.ray.cluster import locked, own_folder
 from rayrpc.errors import ConfigError
 
 __all__ = ["Archive", "EXCLUDED", "MAX_BYTES", "is_within", "moved", "pack", "unpack"]
@@ -36,6 +38,8 @@ MAX_BYTES = 100 << 20
 MAX_FILES = 20_000
 # Unpacked folders that no rank has used for so long are deleted.
 KEPT_SECONDS = 7 * 86400.0
+# Descriptors of the folders that this process uses, which are locked for as long as it lives.
+_in_use: list[int] = []
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the same archive for the same content
 
 
@@ -115,42 +119,48 @@ def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
 
 
 def unpack(archive: Archive) -> str:
-    """Unpack a folder, unless this node has it already; return where it is."""
-    parent = _folder_of_user()
+    """Unpack a folder, unless this node has it already; return where it is.
+
+    Raises:
+        ClusterError: the user can have no folder here; see ``own_folder``.
+    """
+    parent = own_folder() / "folders"
+    parent.mkdir(exist_ok=True)
     folder = parent / archive.digest
-    if not folder.is_dir():
-        fresh = Path(tempfile.mkdtemp(dir=parent))
-        with zipfile.ZipFile(io.BytesIO(archive.data)) as packed:
-            for info in packed.infolist():
-                path = Path(packed.extract(info, fresh))
-                path.chmod(info.external_attr >> 16)
-        try:
-            fresh.rename(folder)
-        except OSError:  # another rank of this node was first
-            shutil.rmtree(fresh, ignore_errors=True)
-    os.utime(folder)
-    _delete_old(parent)
+    with locked(parent.with_suffix(".lock")):
+        if not folder.is_dir():
+            _extract(archive, folder)
+        os.utime(folder)
+        use = os.open(folder, os.O_RDONLY)
+        fcntl.flock(use, fcntl.LOCK_SH)
+        _in_use.append(use)
+        _delete_old(parent)
     return str(folder)
 
 
-def _folder_of_user() -> Path:
-    folder = Path(tempfile.gettempdir(), f"rayrpc-folders-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()  # not of what a link of another user points to
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{folder} is not a folder of this user: remove it, or set TMPDIR")
-    folder.chmod(0o700)
-    return folder
+def _extract(archive: Archive, folder: Path) -> None:
+    """Write the content of an archive, all of it or nothing."""
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent))
+    with zipfile.ZipFile(io.BytesIO(archive.data)) as packed:
+        for info in packed.infolist():
+            path = Path(packed.extract(info, fresh))
+            path.chmod(info.external_attr >> 16)
+    fresh.rename(folder)
 
 
 def _delete_old(parent: Path) -> None:
+    """Delete the folders that no process uses or has used for long."""
     for folder in parent.iterdir():
-        try:
-            is_old = time.time() - folder.stat().st_mtime > KEPT_SECONDS
-        except OSError:  # another rank has deleted it
+        if time.time() - folder.stat().st_mtime < KEPT_SECONDS:
             continue
-        if is_old:
-            shutil.rmtree(folder, ignore_errors=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_within(path: str, root: str) -> bool:

@@ -29,7 +29,8 @@ __all__ = ["Ended", "HostedWorker", "Target", "send_folder", "start_hosted"]
 
 logger = logging.getLogger(__name__)
 
-_sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}  # by Ray job and content
+# The folder that was sent last, by Ray job and content.
+_sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}
 
 CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
@@ -277,5 +278,6 @@ def send_folder(
     key = (ray.get_runtime_context().get_job_id(), archive.digest)
     if key not in _sent:
         logger.info("sending %s to hosts that do not have it", program.folder)
+        _sent.clear()  # a program that changes would fill Ray's object store
         _sent[key] = ray.put(archive)
     return [_sent[key] if lacks else None for lacks in lacking]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rayrpc.errors import ConfigError
+from rayrpc.errors import ClusterError, ConfigError
 from rayrpc.launch import folder
 from rayrpc.launch.folder import is_within, moved, pack, unpack
 
@@ -14,12 +14,15 @@ from rayrpc.launch.folder import is_within, moved, pack, unpack
 @pytest.fixture
 def program(tmp_path, monkeypatch):
     """A folder with a program; archives are unpacked into a folder of the test."""
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     root = tmp_path / "program"
     write(root / "main.py", "import parts.first")
     write(root / "parts/first.py", "x = 1")
     write(root / "data/numbers.txt", "1 2 3")
-    return root
+    monkeypatch.setattr(folder, "_in_use", [])
+    yield root
+    for descriptor in folder._in_use:
+        os.close(descriptor)
 
 
 def write(path, text):
@@ -90,17 +93,20 @@ def test_ranks_that_unpack_at_once_share_one_folder(program):
     assert len(os.listdir(os.path.dirname(found[0]))) == 1
 
 
-def test_folders_that_were_not_used_for_long_are_deleted(program):
+@pytest.mark.parametrize("is_used", [False, True])
+def test_folders_that_were_not_used_for_long_are_deleted(program, is_used):
     old = unpack(pack(str(program)))
     os.utime(old, (0, time.time() - 2 * folder.KEPT_SECONDS))
+    if not is_used:
+        os.close(folder._in_use.pop())  # as at the end of its process
     write(program / "main.py", "import parts.second")
     new = unpack(pack(str(program)))
-    assert os.path.isdir(new) and not os.path.exists(old)
+    assert os.path.isdir(new) and os.path.exists(old) == is_used
 
 
 def test_a_folder_of_another_user_is_refused(program, tmp_path):
-    os.symlink("/", tmp_path / f"rayrpc-folders-{os.getuid()}")
-    with pytest.raises(ConfigError, match="not a folder of this user"):
+    os.symlink("/", tmp_path / f"rayrpc-{os.getuid()}")
+    with pytest.raises(ClusterError, match="is no folder of user"):
         unpack(pack(str(program)))
 
 

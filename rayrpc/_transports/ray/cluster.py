@@ -33,7 +33,7 @@ from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["connect", "through_client"]
+__all__ = ["connect", "locked", "own_folder", "through_client"]
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def through_client() -> bool:
 def _join_local(settings: Settings) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
     global _lease
-    folder = _own_folder()
+    folder = own_folder()
     auth_token.make_private()
     # programs of another Python environment, and so another Ray, need a cluster of their own
     identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
@@ -104,7 +104,7 @@ def _join_local(settings: Settings) -> str:
         identity += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
     path = folder / f"cluster-{identity}.sock"
     log = path.with_suffix(".log")
-    with _locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         lease = _open_lease(path)
         if lease is None:
             path.unlink(missing_ok=True)
@@ -125,8 +125,12 @@ def _join_local(settings: Settings) -> str:
     return answer.removeprefix("ready ")
 
 
-def _own_folder() -> Path:
-    """Return the user's folder of local clusters, which nobody else can enter."""
+def own_folder() -> Path:
+    """Return this user's folder on this node, which nobody else can enter.
+
+    Raises:
+        ClusterError: there is something else in its place.
+    """
     parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"rayrpc-{os.getuid()}"
@@ -144,7 +148,8 @@ def _own_folder() -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which ends with this process at the latest."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -37,10 +37,10 @@ def rights(path):
 def test_the_folder_of_local_clusters_is_the_users_alone(home, umask, mask):
     (home / "tmp").mkdir()
     umask(mask)
-    folder = cluster._own_folder()
+    folder = cluster.own_folder()
     assert rights(folder) == 0o700 and folder.parent == home / "tmp"
     folder.chmod(0o777)
-    assert rights(cluster._own_folder()) == 0o700
+    assert rights(cluster.own_folder()) == 0o700
 
 
 def test_a_link_in_the_place_of_the_folder_is_refused(home):
@@ -48,16 +48,16 @@ def test_a_link_in_the_place_of_the_folder_is_refused(home):
     (home / "tmp" / f"rayrpc-{os.getuid()}").symlink_to(home)
     before = rights(home)
     with pytest.raises(ClusterError, match="set RAY_TMPDIR to a folder of your own"):
-        cluster._own_folder()
+        cluster.own_folder()
     assert rights(home) == before
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(home):
-    folder = cluster._own_folder()
+    folder = cluster.own_folder()
     os.chown(folder, 12345, -1)
     with pytest.raises(ClusterError, match="is no folder of user"):
-        cluster._own_folder()
+        cluster.own_folder()
 
 
 @pytest.mark.parametrize("mask", [0, 0o022])
