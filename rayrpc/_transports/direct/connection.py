@@ -137,7 +137,7 @@ class CallerConnection(ReplyReader):
         with self._lock:
             early = self._early.pop(call_id, None)
             if early is None:
-                if self._is_taken or (self.is_broken and not self.may_be_replaced):
+                if self._is_taken or (self.is_broken and self._stream is not None):
                     return None
                 self._calls[call_id] = call
         if early is not None:

@@ -176,8 +176,13 @@ class SendQueue:
     def may_be_unsent(self, call_id: int) -> bool:
         """Tell whether perhaps no byte was written of a message that ``send`` did not write."""
         with self._lock:
-            waiting = any(message.call_id == call_id for message in self._queue)
-            return self._is_broken or waiting or call_id in _unsent(self._writing, self._written)
+            result = (
+                self._is_broken
+                or call_id in _unsent(self._writing, self._written)
+                # it is the last one, as a rule
+                or any(message.call_id == call_id for message in reversed(self._queue))
+            )
+        return result
 
     def flush(self) -> None:
         """Write the messages that were held back."""
