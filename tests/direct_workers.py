@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,16 @@ from rayrpc._protocol.transport import Transport
 from rayrpc._transports.direct.transport import DirectTransport
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 
-__all__ = ["CountingTransport", "WAIT_SECONDS", "Worker", "groups"]
+__all__ = [
+    "CountingTransport",
+    "WAIT_SECONDS",
+    "Worker",
+    "connections",
+    "groups",
+    "refuse_bulk",
+    "replies_with",
+    "served_by",
+]
 
 WAIT_SECONDS = 60.0
 
@@ -78,3 +88,43 @@ def groups() -> Iterator[Callable[..., list[Worker]]]:
     finally:
         for worker in made:
             worker.transport.close()
+
+
+def replies_with(callee, make_buffers):
+    """Have a callee reply with buffers."""
+    serve = callee.serve
+
+    def with_buffers(frame, may_block=True):
+        reply = serve(frame)
+        reply.buffers = make_buffers(frame)
+        return reply
+
+    callee.transport._server._serve = with_buffers
+
+
+def connections(caller, callee):
+    """Return the connection of a caller to a callee, and that for large messages."""
+    connection = caller.transport._routes[callee.token].connection
+    return connection, connection.bulk
+
+
+def served_by(callee):
+    """Return the callee's ends: of small messages, and of large ones."""
+    ends = callee.transport._server.connections
+    return [each for each in ends if each._bulk], [each for each in ends if not each._bulk]
+
+
+def refuse_bulk(caller, times):
+    """Have connections for large messages fail, so many times; return when they were tried."""
+    began: list[float] = []
+    connect = caller.transport.connect
+
+    def refuse(peer, is_bulk=False, pair=0):
+        if is_bulk:
+            began.append(time.monotonic())
+            if len(began) <= times:
+                raise OSError("refused by the test")
+        return connect(peer, is_bulk, pair)
+
+    caller.transport.connect = refuse
+    return began

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT), str(ROOT / "tests" / "hosts")]
+sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "hosts")]
 
 KB, MB = 1 << 10, 1 << 20
 # By row: how many tensors, and the bytes of each.
@@ -251,24 +251,6 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-def _certificates(folder: str, addresses: list[str]) -> dict[str, str]:
-    """Return the environment with which Ray encrypts between hosts, by one certificate for all."""
-    import trustme
-
-    authority = trustme.CA()
-    certificate = authority.issue_cert(*addresses, "127.0.0.1")
-    paths = {each: Path(folder, each) for each in ("cert", "key", "ca")}
-    certificate.cert_chain_pems[0].write_to_path(paths["cert"])
-    certificate.private_key_pem.write_to_path(paths["key"])
-    authority.cert_pem.write_to_path(paths["ca"])
-    return {
-        "RAY_USE_TLS": "1",
-        "RAY_TLS_SERVER_CERT": str(paths["cert"]),
-        "RAY_TLS_SERVER_KEY": str(paths["key"]),
-        "RAY_TLS_CA_CERT": str(paths["ca"]),
-    }
-
-
 @contextlib.contextmanager
 def columns(names: list[str], tls: bool) -> Iterator[list[Column]]:
     """Make the hosts, a Ray cluster over them, and the columns."""
@@ -290,7 +272,11 @@ def columns(names: list[str], tls: bool) -> Iterator[list[Column]]:
             "TP_SOCKET_IFNAME": "eth0",
         }
         if tls:
-            environ |= _certificates(folder, [hosts.address(1), hosts.address(2)])
+            import trustme
+            from certificates import write_certificate
+
+            addresses = ("127.0.0.1", hosts.address(1), hosts.address(2))
+            environ |= write_certificate(trustme.CA(), Path(folder), *addresses)
         ray = str(Path(sys.executable).with_name("ray"))
         head = f"{hosts.address(1)}:6379"
         for number in (1, 2):

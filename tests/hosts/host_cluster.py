@@ -27,8 +27,8 @@ def cluster_of_hosts(peer_timeout: float) -> Iterator[tuple[Hosts, dict[str, str
     Yields:
         The hosts, and what programs find in their environment.
     """
-    folder = tempfile.mkdtemp(prefix="rr-")
-    with hosts_of(3) as hosts:
+    folder = tempfile.TemporaryDirectory(prefix="rr-", ignore_cleanup_errors=True)
+    with folder as scratch, hosts_of(3) as hosts:
         environ = {
             **os.environ,
             "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
@@ -36,7 +36,7 @@ def cluster_of_hosts(peer_timeout: float) -> Iterator[tuple[Hosts, dict[str, str
             "RAY_TMPDIR": "/tmp/ray",
             "RAYRPC_PEER_TIMEOUT": str(peer_timeout),
             "MASTER_ADDR": hosts.address(1),
-            "TMPDIR": folder,
+            "TMPDIR": scratch,
         }
         environ = {k: v for k, v in environ.items() if not k.startswith("COVERAGE")}
         for number in (1, 2, 3):

@@ -17,7 +17,6 @@ pytestmark = [
 FOLDER = "/tmp/ray/program"
 FILES = {
     "main.py": """
-import sys
 import torch.distributed.rpc as rpc, torch.multiprocessing as mp
 from parts import place
 
@@ -32,7 +31,7 @@ if __name__ == "__main__":
     mp.spawn(run, nprocs=2)
 """,
     "parts/place.py": """
-import os, pathlib, socket, sys
+import pathlib, socket, sys
 
 def of_this():
     text = pathlib.Path("data/numbers.txt").read_text()
@@ -72,10 +71,10 @@ def run(cluster):
         "    open(path, 'w').write(text)\n"
     )
 
-    def run_script(name, *options, files=FILES, cwd=FOLDER):
+    def run_script(name, *options, files=FILES):
         hosts.run(1, sys.executable, "-c", write, FOLDER, json.dumps(files))
         command = [sys.executable, "-m", "rayrpc", "run", *options, f"{FOLDER}/{name}"]
-        enter = ["sh", "-c", 'cd "$0" && exec "$@"', cwd, *command]
+        enter = ["sh", "-c", 'cd "$0" && exec "$@"', FOLDER, *command]
         return hosts.run(1, *enter, timeout=150, environ=environ)
 
     yield run_script
@@ -88,36 +87,14 @@ def workers(hosts):
 
 def test_modules_and_files_beside_the_script_are_there(run, cluster):
     output = run("main.py", *workers(cluster[0]))
-    assert output.split() == [
-        "w0",
-        "host1",
-        "1-2-3",
-        "True",
-        "True",
-        "w1",
-        "host2",
-        "1-2-3",
-        "True",
-        "False",
-    ]
+    assert output.splitlines() == ["w0 host1 1-2-3 True True", "w1 host2 1-2-3 True False"]
 
 
 def test_another_folder_may_be_sent(run, cluster):
     files = {f"app/{path}": text for path, text in FILES.items() if path != "data/numbers.txt"}
     files["data/numbers.txt"] = "4-5"
     output = run("app/main.py", "--working-dir", ".", *workers(cluster[0]), files=files)
-    assert output.split() == [
-        "w0",
-        "host1",
-        "4-5",
-        "False",
-        "True",
-        "w1",
-        "host2",
-        "4-5",
-        "False",
-        "False",
-    ]
+    assert output.splitlines() == ["w0 host1 4-5 False True", "w1 host2 4-5 False False"]
 
 
 def test_workers_that_serve_have_the_modules_too(run):

@@ -7,22 +7,23 @@ tests have left idle would take part.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from simulation.mutation import Mutation, mutated
 from simulation.replacing import simulated
-from simulation.scenario import run
+from simulation.scenario import Scenario, run
 from simulation.scenarios import SCENARIOS
 from simulation.scheduler import Scheduler
-from simulation.strategies import strategy_for
 
 __all__ = ["first_failure", "in_virtual_time"]
 
@@ -78,14 +79,9 @@ def _output(function: str, *arguments: Any) -> str:
 def _show(name: str, start: int, stop: int, fault: tuple[Any, ...] | None) -> None:
     mutation = contextlib.nullcontext() if fault is None else mutated(Mutation(*fault))
     with simulated(), mutation:
-        for seed in range(start, stop):
-            failure = run(SCENARIOS[name], seed).failure
-            if failure is not None:
-                print(
-                    f"{failure.summary}\n{failure.details}\n\nTo run it again: "
-                    f"python tests/simulation/simulate.py {name} --seed {seed}"
-                )
-                return
+        seed = _show_first(SCENARIOS[name], range(start, stop))
+    if seed is not None:
+        print(f"\nTo run it again: python tests/simulation/simulate.py {name} --seed {seed}")
 
 
 def _show_test(
@@ -95,8 +91,32 @@ def _show_test(
     module = importlib.import_module(Path(file).stem)
     test = inspect.unwrap(vars(module)[name])
     with simulated(more=[module, *map(importlib.import_module, helpers)]):
-        for seed in range(seeds):
-            failures = Scheduler(strategy_for(seed), seed).run(lambda: test(**arguments))
-            if failures:
-                print(f"with seed {seed}: {failures[0].summary}\n{failures[0].details}")
-                return
+        _show_first(_Test(name, test, arguments), range(seeds))
+
+
+def _show_first(scenario: Scenario[Any], seeds: range) -> int | None:
+    """Print how the first seed fails that does, and return it."""
+    for seed in seeds:
+        failure = run(scenario, seed).failure
+        if failure is not None:
+            print(f"with seed {seed}: {failure.summary}\n{failure.details}")
+            return seed
+    return None
+
+
+@dataclasses.dataclass
+class _Test:
+    """A test as a scenario, whose program is its arguments."""
+
+    name: str
+    test: Callable[..., None]
+    arguments: dict[str, Any]
+
+    def program(self, rng: random.Random) -> dict[str, Any]:
+        return self.arguments
+
+    def smaller(self, program: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        return iter(())
+
+    def run(self, program: dict[str, Any], scheduler: Scheduler) -> None:
+        self.test(**program)

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import eventually
-from direct_workers import WAIT_SECONDS, groups
+from direct_workers import (
+    WAIT_SECONDS,
+    connections,
+    groups,
+    refuse_bulk,
+    replies_with,
+    served_by,
+)
 
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES
@@ -25,18 +32,6 @@ LARGE = os.urandom(BULK_BYTES + 1)
 def pair():
     with groups() as make:
         yield make({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
-
-
-def replies_with(callee, make_buffers):
-    """Have a callee reply with buffers."""
-    serve = callee.serve
-
-    def with_buffers(frame, may_block=True):
-        reply = serve(frame)
-        reply.buffers = make_buffers(frame)
-        return reply
-
-    callee.transport._server._serve = with_buffers
 
 
 def interrupted_at(number, function, call):
@@ -61,17 +56,6 @@ def interrupted_at(number, function, call):
     finally:
         sys.settrace(outer)
     return False
-
-
-def connections(caller, callee):
-    connection = caller.transport._routes[callee.token].connection
-    return connection, connection.bulk
-
-
-def served_by(callee):
-    """Return the callee's ends: of small messages, and of large ones."""
-    ends = callee.transport._server.connections
-    return [each for each in ends if each._bulk], [each for each in ends if not each._bulk]
 
 
 class TestConnection:
@@ -237,26 +221,11 @@ class TestLoss:
         assert caller.call(callee, 4, buffers=[LARGE]).wait(WAIT_SECONDS)
         assert len(caller.fallback.calls) == 1
 
-    def refuse_bulk(self, transport, monkeypatch, times):
-        """Have the first attempts to connect for large messages fail; return when they began."""
-        began: list[float] = []
-        connect = transport.connect
-
-        def refuse(peer, is_bulk=False, pair=0):
-            if is_bulk:
-                began.append(time.monotonic())
-                if len(began) <= times:
-                    raise OSError("refused by the test")
-            return connect(peer, is_bulk, pair)
-
-        monkeypatch.setattr(transport, "connect", refuse)
-        monkeypatch.setattr("rayrpc._transports.direct.transport.REOPEN_SECONDS", 0.05)
-        return began
-
     def test_large_replies_wait_until_their_connection_is_made(self, pair, monkeypatch):
         caller, callee = pair
         replies_with(callee, lambda frame: [LARGE])
-        began = self.refuse_bulk(caller.transport, monkeypatch, times=3)
+        monkeypatch.setattr("rayrpc._transports.direct.transport.REOPEN_SECONDS", 0.05)
+        began = refuse_bulk(caller, times=3)
         calls = [caller.call(callee, number) for number in range(1, 4)]
         assert [bytes(call.wait(WAIT_SECONDS).buffers[0]) for call in calls] == [LARGE] * 3
         assert len(began) > 3

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from direct_workers import groups
+from direct_workers import connections, groups, refuse_bulk, replies_with, served_by
 from simulation.scheduler import current
 from simulation.separately import in_virtual_time
 
@@ -38,39 +38,6 @@ def pair(**options):
         stack.enter_context(mock.patch.object(wire, "CAPACITY", 600))
         make = stack.enter_context(groups())
         yield make({"node": "127.0.0.2", **options}, {"node": "127.0.0.3"})
-
-
-def replies_with(callee, make_buffers):
-    """Have a callee reply with buffers."""
-    serve = callee.serve
-
-    def with_buffers(frame, may_block=True):
-        reply = serve(frame)
-        reply.buffers = make_buffers(frame)
-        return reply
-
-    callee.transport._server._serve = with_buffers
-
-
-def connections(caller, callee):
-    connection = caller.transport._routes[callee.token].connection
-    return connection, connection.bulk
-
-
-def refuse_bulk(caller, times):
-    """Have connections for large messages fail, so many times; return when they were tried."""
-    began: list[float] = []
-    connect = caller.transport.connect
-
-    def refuse(peer, is_bulk=False, pair=0):
-        if is_bulk:
-            began.append(time.monotonic())
-            if len(began) <= times:
-                raise OSError("refused by the test")
-        return connect(peer, is_bulk, pair)
-
-    caller.transport.connect = refuse
-    return began
 
 
 @in_virtual_time("direct_workers")
@@ -160,6 +127,8 @@ def test_no_more_requests_are_read_than_the_replies_that_the_peer_does_not_read(
         outcomes: list[Any] = []
         for number in range(2, 42):
             caller.call(callee, number).on_done(outcomes.append)
+        (end,) = served_by(callee)[1]
+        assert eventually(lambda: end._stream.has_unread)
         time.sleep(60)
         assert callee.served < 20
         may_read.append(True)
@@ -216,12 +185,16 @@ def test_replies_that_arrived_before_the_loss_of_the_peer_are_read():
             caller.call(callee, number).on_done(outcomes.append)
         caller.call(callee, 40, b"late").on_done(outcomes.append)
         time.sleep(0.5)
-        caller.transport.on_peer_lost(callee.member, WorkerDiedError("w1", "killed by the test"))
+        lost: list[Any] = []
+        caller.transport.on_connection_lost = lambda *about: lost.append(about)
+        error = WorkerDiedError("w1", "killed by the test")
+        caller.transport.on_peer_lost(callee.member, error)
         may_end.append(True)
         assert eventually(lambda: len(outcomes) == 38)
         *in_time, late = outcomes
         assert [outcome.value.data for outcome in in_time] == [b"x"] * 37
-        assert isinstance(late.error, WorkerDiedError)
+        assert late.error is error
+        assert not lost  # the transport ended it
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import trustme
+from certificates import write_certificate
 from direct_ends import WAIT_SECONDS
 from direct_workers import groups
 
@@ -25,13 +26,8 @@ def files(tmp_path):
     """Write an authority's certificates for hosts; return Ray's variables that name them."""
 
     def write(authority, *hosts, name="node"):
-        certificate = authority.issue_cert(*(hosts or ("127.0.0.1", "127.0.0.2")))
-        paths = [tmp_path / f"{name}.{part}" for part in ("cert", "key", "ca")]
-        certificate.cert_chain_pems[0].write_to_path(paths[0])
-        certificate.private_key_pem.write_to_path(paths[1])
-        authority.cert_pem.write_to_path(paths[2])
-        names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-        return {"RAY_USE_TLS": "1", **dict(zip(names, map(str, paths), strict=True))}
+        hosts = hosts or ("127.0.0.1", "127.0.0.2")
+        return write_certificate(authority, tmp_path, *hosts, name=name)
 
     return write
 
