@@ -327,6 +327,7 @@ class ServerConnection:
                 self._answer(frame, role)
             finally:
                 self._serving.discard(me)
+            del frame  # the next one may be long in coming
             if not role.message_done():
                 self._stream.flush()
                 return

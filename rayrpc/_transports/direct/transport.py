@@ -211,6 +211,7 @@ class DirectTransport(Transport):
             if route is None:
                 route = self._routes[peer.token] = self._new_route(peer)
                 if route.connection is not None:
+                    self._watchdog.wake()  # its maintenance frees what the connection has used
                     route.connection.open()
             return route
 
