@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import logging
+import operator
 import os
 import resource
 import threading
@@ -45,6 +47,25 @@ MAX_DESCRIPTORS = 256
 MAX_DESCRIPTORS_PART = 8
 
 
+class _Block(weakref.ref[Any]):
+    """A reference to what is referenced by all buffers in a segment.
+
+    The garbage collector calls no function in Python when that is deleted: an interrupt would keep
+    the segment in use for ever.
+    """
+
+    __slots__ = ("on_deleted",)
+
+    on_deleted: Callable[[Any], object]
+
+    @classmethod
+    def of(cls, block: Any, on_deleted: Callable[[Any], object], notice: Any) -> _Block:
+        """Return the reference; ``on_deleted`` is called with the notice, and may be replaced."""
+        made = cls(block, operator.methodcaller("on_deleted", notice))
+        made.on_deleted = on_deleted
+        return made
+
+
 class _Mapping:
     """A segment that can become private.
 
@@ -53,22 +74,22 @@ class _Mapping:
     Args:
         memory (Array): its bytes.
         descriptor (int): closed when the mapping is private, or the memory unmapped.
+        discard (Callable): called when it is private and the last buffer is deleted.
     """
 
-    __slots__ = ("_descriptor", "_memory", "_used", "is_private")
+    __slots__ = ("_descriptor", "_discard", "_memory", "_used")
 
-    def __init__(self, memory: Any, descriptor: int) -> None:
+    def __init__(self, memory: Any, descriptor: int, discard: Callable[[Any], object]) -> None:
         self._memory = weakref.ref(memory)
         self._descriptor = descriptor
-        self._used: weakref.ref[Any] | None = None
-        #: the process forked while its buffers were in use
-        self.is_private = False
+        self._discard = discard
+        self._used: _Block | None = None
         weakref.finalize(memory, self._close).atexit = False
         _mappings.add(self)
 
-    def use(self, block: Any) -> None:
+    def use(self, block: _Block) -> None:
         """Set what is referenced by all buffers in it."""
-        self._used = weakref.ref(block)
+        self._used = block
 
     @property
     def is_used(self) -> bool:
@@ -81,11 +102,12 @@ class _Mapping:
         Raises:
             OSError: there is no memory, or no address space.
         """
-        block = None if self._used is None else self._used()
+        used = self._used
+        block = None if used is None else used()
         memory = self._memory()  # it must not be unmapped meanwhile
-        if block is not None and memory is not None:
+        if used is not None and block is not None and memory is not None:
             make_private(memory, self._descriptor)
-            self.is_private = True
+            used.on_deleted = self._discard
             self._close()
 
     def _close(self) -> None:
@@ -143,17 +165,26 @@ class MappedSegments:
     """The receiver's view of a peer's segments.
 
     Args:
-        on_released (Callable): called with the number of a segment when none of its buffers is
-            left, and with whether the sender may use it again; by the garbage collector, in any
-            thread, so it must not take a lock.
+        notify (Callable): called with a notice when no buffer of a segment is left; by the garbage
+            collector, in any thread, so it must not take a lock.
+        notice (Callable): returns the notice, for the number of a segment, and whether the sender
+            may use it again.
     """
 
-    def __init__(self, on_released: Callable[[int, bool], None]) -> None:
-        self._on_released = on_released
+    def __init__(
+        self, notify: Callable[[Any], object], notice: Callable[[int, bool], object]
+    ) -> None:
+        self._notify = notify
+        self._notice = notice
         # each with its memory; without a mapping, its buffers are copied
         self._segments: dict[int, tuple[Any, _Mapping | None]] = {}
-        self._blocks: dict[int, Any] = {}
+        self._blocks: dict[int, _Block] = {}
         _handle_forks()
+
+    @property
+    def used(self) -> list[int]:
+        """The numbers of the segments of which a buffer exists."""
+        return [number for number, block in self._blocks.items() if block() is not None]
 
     def has(self, number: int) -> bool:
         """Tell whether a segment is mapped."""
@@ -172,7 +203,8 @@ class MappedSegments:
             os.close(descriptor)
             raise
         if _has_room():
-            self._segments[number] = memory, _Mapping(memory, descriptor)
+            discard = functools.partial(_discard, weakref.ref(self), number)
+            self._segments[number] = memory, _Mapping(memory, descriptor, discard)
         else:
             os.close(descriptor)
             self._segments[number] = memory, None
@@ -180,10 +212,12 @@ class MappedSegments:
     def unmap(self, number: int) -> None:
         """Unmap a segment, as soon as none of its buffers is left."""
         self._segments.pop(number, None)
+        self._blocks.pop(number, None)
 
     def close(self) -> None:
         """Unmap all segments, each as soon as none of its buffers is left."""
         self._segments.clear()
+        self._blocks.clear()
 
     def buffers(self, number: int, lengths: Sequence[int]) -> list[memoryview]:
         """Return the buffers in a segment: writable, and valid as long as they are referenced.
@@ -202,19 +236,20 @@ class MappedSegments:
         return slices(view, starts, lengths)
 
     def _mapped(self, number: int, memory: Any, mapping: _Mapping, size: int) -> memoryview:
-        def on_deleted(_: object) -> None:
-            self._blocks.pop(number, None)
-            if mapping.is_private:
-                self.unmap(number)
-            self._on_released(number, not mapping.is_private)
-
+        notice = self._notice(number, True)
         with _forking:
             if mapping.is_used:
                 raise ValueError("the segment is in use")
             block = (ctypes.c_ubyte * size).from_buffer(memory)
-            self._blocks[number] = weakref.ref(block, on_deleted)
-            mapping.use(block)
+            used = _Block.of(block, self._notify, notice)
+            self._blocks[number] = used
+            mapping.use(used)
         return np.frombuffer(memoryview(block), np.uint8).data
+
+    def discard(self, number: int) -> None:
+        """Unmap a segment that is private, and have the sender free it."""
+        self.unmap(number)
+        self._notify(self._notice(number, False))
 
     def _copied(self, number: int, memory: Any, size: int) -> memoryview:
         copied = np.empty(size, np.uint8)
@@ -222,8 +257,14 @@ class MappedSegments:
         reusable = not _has_room()  # else the next one has a descriptor, and is not copied
         if not reusable:
             self.unmap(number)
-        self._on_released(number, reusable)
+        self._notify(self._notice(number, reusable))
         return copied.data
+
+
+def _discard(receiver: weakref.ref[MappedSegments], number: int, _: object) -> None:
+    segments = receiver()
+    if segments is not None:
+        segments.discard(number)
 
 
 def _check(descriptor: int, capacity: int) -> None:

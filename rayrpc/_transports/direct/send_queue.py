@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import socket
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import SharedForks
-from rayrpc._transports.direct.shared_memory import copied
+from rayrpc._transports.direct.shared_memory import Lease, copied
 from rayrpc._transports.direct.wire import is_writable
 
 __all__ = ["SendQueue"]
@@ -43,6 +44,7 @@ class _Outgoing(NamedTuple):
         forks (SharedForks | None): those in it; released unless it begins to be written.
         may_change (bool): the memory of its parts is the program's, which may write to it.
         is_pending (bool): it is among the ``pending_bytes``.
+        lease (Lease | None): of the segment with its buffers.
     """
 
     call_id: int
@@ -50,6 +52,7 @@ class _Outgoing(NamedTuple):
     forks: SharedForks | None = None
     may_change: bool = False
     is_pending: bool = False
+    lease: Lease | None = None
 
     @property
     def size(self) -> int:
@@ -68,7 +71,7 @@ class _Outgoing(NamedTuple):
                 parts.append(part[:done])
             if done < len(part):
                 parts.append(part[done:] if isinstance(part, bytes) else copied(part[done:]))
-        return _Outgoing(self.call_id, parts, self.forks, is_pending=True)
+        return _Outgoing(self.call_id, parts, self.forks, is_pending=True, lease=self.lease)
 
 
 class SendQueue:
@@ -99,10 +102,14 @@ class SendQueue:
         self._on_broken = on_broken
         self._queue: collections.deque[_Outgoing] = collections.deque()
         self._piggybacked: collections.deque[bytes] = collections.deque()
+        #: sends a part along with the next message; takes no lock
+        self.piggyback = self._piggybacked.append
         self._lock = threading.Lock()
         self._shrunk = threading.Condition(self._lock)
-        # ident of the thread that writes, or waits until it can; 0: none does
+        # number of who writes, or waits until it can, another one each time; 0: nobody does
         self._writer = 0
+        self._writers = itertools.count(1)
+        self._interrupted: collections.deque[int] = collections.deque()  # writers
         self._writing: list[_Outgoing] = []  # the writer's
         self._written = 0  # bytes of these
         self._counts: list[int] = []  # of bytes that were written just now, at most one
@@ -116,10 +123,6 @@ class SendQueue:
         """Tell whether all messages were written, and the connection is not broken."""
         return not (self._writer or self._queue or self._is_broken)
 
-    def piggyback(self, part: bytes) -> None:
-        """Send a part along with the next message; takes no lock."""
-        self._piggybacked.append(part)
-
     def send(
         self,
         call_id: int,
@@ -127,6 +130,7 @@ class SendQueue:
         more: bool = False,
         forks: SharedForks | None = None,
         may_change: bool = False,
+        lease: Lease | None = None,
     ) -> bool:
         """Write a message, or queue it for the thread that is writing.
 
@@ -137,12 +141,13 @@ class SendQueue:
                 until ``flush``.
             forks: those in it; see ``SharedForks``.
             may_change: the program may write to the parts after this returns.
+            lease: of the segment with its buffers.
 
         Returns:
             True if it was written; else it may be, or will be.
         """
-        message = _Outgoing(call_id, parts, forks, may_change)
-        me = threading.get_ident()
+        message = _Outgoing(call_id, parts, forks, may_change, False, lease)
+        me = next(self._writers)
         is_queued = False
         try:
             with self._lock:
@@ -170,6 +175,7 @@ class SendQueue:
             self._drain()
             return not is_queued
         except BaseException:
+            self._interrupted.append(me)  # a call in C: before another interrupt comes
             self._on_interrupt(me)
             raise
 
@@ -203,12 +209,15 @@ class SendQueue:
         self.flush()
 
     def flush_piggybacked(self) -> None:
-        """Write the parts that no message has taken along."""
+        """Write the parts that no message has taken along, and what interrupts have left."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._pass_on(self._interrupted.popleft())
         if self._piggybacked:
             self._write_queued()
 
     def _write_queued(self) -> None:
-        me = threading.get_ident()
+        me = next(self._writers)
         try:
             with self._lock:
                 if self._writer:
@@ -216,6 +225,7 @@ class SendQueue:
                 self._begin_to_write(me, [])
             self._drain(also_piggybacked=True)
         except BaseException:
+            self._interrupted.append(me)
             self._on_interrupt(me)
             raise
 
@@ -283,6 +293,8 @@ class SendQueue:
             parts += message.parts
             if message.forks is not None:
                 message.forks.begin_to_send()
+            if message.lease is not None:
+                message.lease.begin_to_send()
         skipped = self._written
         counts = self._counts
         while parts:
@@ -304,7 +316,7 @@ class SendQueue:
             except BlockingIOError:
                 skipped = 0
                 if not is_writable(self._connection, timeout):
-                    self._hand_over(threading.get_ident())
+                    self._hand_over(self._writer)
                     return False
                 continue
             except OSError:
@@ -333,6 +345,10 @@ class SendQueue:
     def _on_interrupt(self, me: int) -> None:
         """Have another thread go on after an exception, if this thread was the writer."""
         try:
+            try:
+                self._interrupted.remove(me)
+            except ValueError:  # another thread sees to it
+                return
             self._pass_on(me)
         except BaseException:  # another interrupt
             self._threads.submit(functools.partial(self._pass_on, me))
@@ -358,7 +374,7 @@ class SendQueue:
         with self._lock:
             if self._writer != HANDED_OVER:
                 return
-            self._writer = threading.get_ident()
+            self._writer = next(self._writers)
         try:
             if self._write(None):
                 self._drain()

@@ -228,8 +228,35 @@ class Segment:
         return slices(self._view, starts, lengths)
 
 
+class Lease:
+    """A message's use of a segment; it ends if it is deleted before the message is written.
+
+    An exception, such as Ctrl-C, may strike the sender at any point.
+
+    Args:
+        ended (deque): the number of the segment is added to it; by the garbage collector, in any
+            thread.
+    """
+
+    __slots__ = ("_ended", "number")
+
+    def __init__(self, ended: collections.deque[int]) -> None:
+        self._ended = ended
+        self.number = 0
+
+    def begin_to_send(self) -> None:
+        """Note that the receiver releases the segment from now on."""
+        self.number = 0
+
+    def __del__(self) -> None:
+        if self.number:
+            self._ended.append(self.number)
+
+
 class SegmentPool:
     """The sender's segments on one connection.
+
+    An interrupt may come in any call: what must be done together is one call in C.
 
     Args:
         send (Callable): sends a segment's number, capacity and descriptor to the receiver;
@@ -241,41 +268,58 @@ class SegmentPool:
         self._numbers = itertools.count(1)
         self._used: dict[int, Segment] = {}
         self._free: dict[int, list[Segment]] = collections.defaultdict(list)
-        self._free_bytes = 0
+        self._ended: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
         self._closed = False
 
-    def acquire(self, size: int) -> Segment:
+    def lease(self) -> Lease:
+        """Return a lease for ``acquire``."""
+        return Lease(self._ended)
+
+    def acquire(self, size: int, lease: Lease | None = None) -> Segment:
         """Return a segment that holds ``size`` bytes.
+
+        Args:
+            size: in bytes.
+            lease: until the message is written; None: the receiver gets it at once.
 
         Raises:
             OSError: there is no memory, or no descriptor, for another.
         """
         capacity = capacity_for(size)
+        lease = lease or Lease(self._ended)
         with self._lock:
-            segment = self._free[capacity].pop() if self._free[capacity] else None
-            if segment is not None:
-                self._free_bytes -= capacity
-        if segment is None:
-            if len(self._used) >= MAX_SEGMENTS:
-                raise OSError("too many segments are in use")
-            number = next(self._numbers)
+            free = self._free[capacity]
+            if free:
+                segment = free[-1]
+                lease.number = segment.number
+                self._used[segment.number] = segment
+                del free[-1]
+                return segment
+        if len(self._used) >= MAX_SEGMENTS:
+            raise OSError("too many segments are in use")
+        number = next(self._numbers)
+        lease.number = number
+        try:
             segment = Segment(number, capacity, lambda fd: self._send(number, capacity, fd))
+        except OSError:
+            lease.number = 0
+            raise
         with self._lock:
-            self._used[segment.number] = segment
+            self._used[number] = segment
         return segment
 
     def release(self, number: int) -> bool:
         """End the use of a segment; return True if it is kept, False if its memory is freed."""
         with self._lock:
-            segment = self._used.pop(number, None)
+            segment = self._used.get(number)
             if segment is None:
                 return True
             if self._closed or self._free_bytes + segment.capacity > MAX_FREE_BYTES:
+                del self._used[number]
                 return False
-            self._free_bytes += segment.capacity
             segment.free_since = time.monotonic()
-            self._free[segment.capacity].append(segment)
+            self._free[segment.capacity].extend(map(self._used.pop, (number,)))
             return True
 
     def discard(self, number: int) -> None:
@@ -284,16 +328,25 @@ class SegmentPool:
             self._used.pop(number, None)
 
     def trim(self) -> list[int]:
-        """Free the segments that were not used for a while; return their numbers."""
+        """Free the segments that were not used for a while, or are not sent; return their numbers.
+
+        What is not sent may be sent by another way, from the same memory: it is not used again.
+        """
         limit = time.monotonic() - MAX_FREE_SECONDS
         freed = []
         with self._lock:
             for segments in self._free.values():
                 while segments and segments[0].free_since < limit:
-                    segment = segments.pop(0)
-                    self._free_bytes -= segment.capacity
-                    freed.append(segment.number)
+                    freed.append(segments.pop(0).number)
+            while self._ended:
+                number = self._ended.popleft()
+                self._used.pop(number, None)
+                freed.append(number)
         return freed
+
+    @property
+    def _free_bytes(self) -> int:
+        return sum(capacity * len(segments) for capacity, segments in self._free.items())
 
     def close(self) -> None:
         """Free all segments; the receiver's mappings stay valid."""

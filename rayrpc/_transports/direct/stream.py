@@ -83,9 +83,8 @@ class Stream:
         self._reader = MessageReader(connection, (memory or ReceivedMemory()).acquire)
         self._send_queue = SendQueue(connection, threads, on_broken)
         self._mapped = MappedSegments(
-            lambda number, reusable: self._send_queue.piggyback(
-                notice_part(number, RELEASED if reusable else DISCARDED)
-            )
+            self._send_queue.piggyback,
+            lambda number, reusable: notice_part(number, RELEASED if reusable else DISCARDED),
         )
         self._pool: SegmentPool | None = None
         self._descriptors: socket.socket | None = None  # a socket for the segments' descriptors
@@ -163,7 +162,7 @@ class Stream:
                     if self._pool is not None:
                         self._pool.discard(message.number)
                 elif message.notice == FREED:
-                    self._mapped.unmap(message.number)
+                    self._unmap(message.number)
                 else:
                     if (shared := message.shared) is not None:
                         message.frame().buffers = self._buffers(shared)
@@ -196,11 +195,12 @@ class Stream:
             return self._send_queue.send(call_id, message_parts(call_id, head, []), more, forks)
         views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
-        segment = None
+        segment = lease = None
         if self._pool is not None and sum(lengths) >= SHARED_BYTES:
             starts, size = offsets(lengths)
+            lease = self._pool.lease()
             with contextlib.suppress(OSError):  # no memory, or too many are in use
-                segment = self._pool.acquire(size)
+                segment = self._pool.acquire(size, lease)
         if segment is None:
             return self._send_inline(call_id, head, frame, views, more, forks)
         segment.fill(views, starts)
@@ -208,7 +208,7 @@ class Stream:
             frame.buffers = []
             views.clear()
         parts = shared_parts(call_id, head, SharedBuffers(segment.number, lengths))
-        is_written = self._send_queue.send(call_id, parts, forks=forks)
+        is_written = self._send_queue.send(call_id, parts, forks=forks, lease=lease)
         if not is_written and frame.buffers:
             frame.buffers, frame.is_stable = segment.buffers(starts, lengths), True
         with self._unread_lock:
@@ -320,11 +320,19 @@ class Stream:
         if self._descriptors is None:
             raise FrameError("a message has buffers in memory that cannot be shared")
         while not self._mapped.has(shared.segment):
-            self._receive_segment()
+            if not self._receive_segment():
+                raise FrameError("a message names memory that was not sent")
         try:
             return self._mapped.buffers(shared.segment, shared.lengths)
         except (ValueError, OverflowError, MemoryError) as exc:
             raise FrameError(f"buffers are not where the peer says: {exc}") from None
+
+    def _unmap(self, number: int) -> None:
+        """Unmap a segment; no message has come with it if the sender was interrupted."""
+        while self._descriptors is not None and not self._mapped.has(number):
+            if not self._receive_segment():
+                break
+        self._mapped.unmap(number)
 
     def _receive_descriptor_socket(self) -> socket.socket:
         """Receive the socket for descriptors, which precedes the first message."""
@@ -345,16 +353,21 @@ class Stream:
             raise OSError("the socket for descriptors has not arrived yet")
         send_descriptor(self._descriptors, _SEGMENT.pack(number, capacity), descriptor)
 
-    def _receive_segment(self) -> None:
-        """Map a segment; its descriptor was sent before the message that uses it."""
+    def _receive_segment(self) -> bool:
+        """Map the next segment, whose descriptor was sent before its first message.
+
+        Returns:
+            False if none was sent.
+        """
         assert self._descriptors is not None
         try:
             flags = socket.MSG_DONTWAIT
             data, descriptor = receive_descriptor(self._descriptors, _SEGMENT.size, flags)
             number, capacity = _SEGMENT.unpack(data)
             self._mapped.map(number, descriptor, capacity)
+            return True
         except BlockingIOError:
-            raise FrameError("a message names memory that was not sent") from None
+            return False
         except (OSError, struct.error) as exc:
             raise EOFError(f"no memory could be shared: {exc}") from None
 

@@ -33,7 +33,7 @@ class Link:
 
     def __init__(self) -> None:
         self.notices: list[tuple[int, bool]] = []
-        self.mapped = MappedSegments(lambda *notice: self.notices.append(notice))
+        self.mapped = MappedSegments(self.notices.append, lambda *notice: notice)
         self.pool = SegmentPool(lambda *segment: self._map(*segment))
 
     def _map(self, number: int, capacity: int, descriptor: int) -> None:

@@ -84,3 +84,17 @@ def test_a_request_keeps_its_bytes_if_another_thread_begins_to_write_just_before
         assert not stream.send(2, frame)
         data[:] = bytes(len(data))
         assert bytes(frame.buffers[0]) == b"as it was"
+
+
+def test_maintenance_finds_a_writer_that_was_interrupted_again_at_once(ends, threads, monkeypatch):
+    near, far = ends
+    queue = SendQueue(near, threads, lambda unsent: None)
+    monkeypatch.setattr(queue, "_write", interrupted_once(queue._write))
+    monkeypatch.setattr(queue, "_on_interrupt", interrupted_once(queue._on_interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        queue.send(1, [b"one"])
+    assert not queue.is_empty
+    queue.flush_piggybacked()
+    assert far.recv(3) == b"one"
+    assert eventually(lambda: queue.is_empty)
+    assert queue.send(2, [b"two"]) and far.recv(3) == b"two"

@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -347,6 +348,34 @@ class TestTheEnd:
         del near, far, end
         gc.collect()
         assert (descriptors(), mappings()) == before
+
+    def test_no_function_in_python_runs_when_a_buffer_is_deleted(self, ends):
+        """Ctrl-C in it would keep the segment in use for ever."""
+        near, far = ends
+        messages = [pass_message(near, far, [bytes(LARGE)])]
+        assert near._pool._used
+        called: list[Any] = []
+        sys.setprofile(lambda frame, event, _: event == "call" and called.append(frame))
+        try:
+            messages.clear()
+        finally:
+            sys.setprofile(None)
+        assert not called
+        far.trim()
+        pass_message(far, near)
+        assert not near._pool._used
+
+    def test_a_message_that_is_never_written_leaves_no_segment_in_use(self, ends):
+        near, far = ends
+        lease = near._pool.lease()
+        near._pool.acquire(LARGE, lease)  # and then Ctrl-C
+        near.trim()
+        assert near._pool._used
+        del lease
+        near.trim()
+        assert not near._pool._used
+        assert contents(pass_message(near, far, [bytes(LARGE)])) == [bytes(LARGE)]
+        assert len(far._mapped._segments) == 1  # the other one was freed
 
     def test_a_pool_that_was_closed_keeps_nothing(self):
         before = mappings()
