@@ -9,7 +9,7 @@ from typing import Any
 from simulation.faults import Faults, Injector
 from simulation.primitives import Thread
 from simulation.scheduler import Scheduler
-from simulation.workers import start_workers
+from simulation.workers import WORKERS, check_connections, start_workers
 
 __all__ = ["GroupRun", "Program", "User", "smaller"]
 
@@ -95,6 +95,8 @@ class GroupRun:
         for thread in users:
             thread.join()
         self.injector.stop()
+        if not self.faults.may_lose:
+            check_connections(worker.transport for worker in WORKERS)
 
     def use(self, index: int, user: User) -> None:
         """Take the steps of a user, in a thread of its own."""

@@ -27,6 +27,7 @@ __all__ = ["Poll", "Selector", "Socket", "connect", "create_connection", "socket
 CAPACITY = 4096
 MAX_DELAY = 0.0005
 _TIMEVAL = struct.Struct("@ll")
+_CREDENTIALS = struct.Struct("3i")
 
 
 class _Descriptor:
@@ -90,7 +91,10 @@ class _Direction:
         if count:
             now = current().now
             after = self.chunks[-1].arrives_at if self.chunks else now
-            at = max(after, now + me.random.choice([0.0, 0.0, 1e-5, MAX_DELAY]))
+            # what was sent on a UNIX socket has arrived: a descriptor is there before the message
+            # that is sent next, on another socket
+            delays = [0.0] if self.keeps_packets else [0.0, 0.0, 1e-5, MAX_DELAY]
+            at = max(after, now + me.random.choice(delays))
             self.chunks.append(_Chunk(at, memoryview(bytes(data[:count])), descriptor))
             self.size += count
         return count
@@ -189,7 +193,11 @@ class Socket:
             self._tick = seconds + microseconds / 1e6
 
     def getsockopt(self, level: int, name: int, size: int = 0) -> Any:
-        raise OSError("not simulated")
+        if (level, name) == (socket.SOL_SOCKET, socket.SO_PEERCRED):
+            return _CREDENTIALS.pack(os.getpid(), 0, 0)
+        if level == socket.IPPROTO_TCP:  # some systems tell nothing of a connection
+            raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+        raise NotImplementedError(f"option {name} of sockets")  # an OSError would be handled
 
     # -- listening and connecting -------------------------------------------------------------
 
@@ -321,6 +329,8 @@ class Socket:
             self._out.ends -= 1
             if not self._out.ends:
                 self._in.is_refused = True
+                self._in.chunks.clear()  # they count as unread no longer
+                self._in.size = 0
                 self._out.is_ended = self._out.is_refused = True
 
     def cut_after(self, size: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from simulation import scheduler
-from simulation.scheduler import SimulatedThread, current
+from simulation.scheduler import END_SECONDS, SimulatedThread, current
 
 __all__ = [
     "Condition",
@@ -278,6 +278,8 @@ class Thread:
 
     def join(self, timeout: float | None = None) -> None:
         current().step(f"joins {self.name}", lambda: not self.is_alive(), timeout)
+        if self._thread is not None and self._thread.is_done:
+            self._thread.real.join(END_SECONDS)  # what its stack refers to is deleted by then
 
     def is_alive(self) -> bool:
         return self._thread is not None and not self._thread.is_done

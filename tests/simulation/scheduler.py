@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "Choice",
+    "END_SECONDS",
     "ExpectedError",
     "Failure",
     "SIMULATED_FILES",

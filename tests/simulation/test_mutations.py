@@ -16,6 +16,8 @@ SEND_QUEUE = "_transports.direct.send_queue"
 READER = "_concurrency.reader"
 THREADS = "_concurrency.threads"
 PROMISE = "_concurrency.promise"
+STREAM = "_transports.direct.stream"
+BULK_REPLIES = "_transports.direct.bulk_replies"
 
 MUTATIONS = [
     Mutation(
@@ -178,6 +180,12 @@ MUTATIONS = [
         "            self._threads.submit(functools.partial(call.set_again, reply))",
         "            pass",
     ),
+    Mutation(
+        "a task that no thread takes is forgotten",
+        THREADS,
+        "                elif taken == self._taken and self._idle == 0:",
+        "                elif False:",
+    ),
 ]
 
 
@@ -208,6 +216,68 @@ MUTATIONS_OF_GROUPS = [
             "_runtime.serialization.codec",
             "            if forks and lends:  # a request",
             "            if False and lends:  # a request",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "a message that waits has the bytes that the program has written since",
+            SEND_QUEUE,
+            "                    message = message.kept()",
+            "                    message = message._replace(is_pending=True)",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "a segment is used again while its buffers are read",
+            "_transports.direct.shared_memory",
+            "                del free[-1]\n",
+            "\n",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "received memory is used again while it is read",
+            "_transports.direct.received_memory",
+            "        self._used[id(used)] = used\n",
+            "        self._free[capacity].append((time.monotonic(), memory))\n",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "tasks that wait until the peer has read do not run",
+            STREAM,
+            "            is_first = len(self._held) == 1",
+            "            is_first = len(self._held) == 2",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "a reply waits for a connection that has just been opened",
+            BULK_REPLIES,
+            """\
+                connection = self._connections.get(pair)
+                if connection is None or connection.is_closed:
+                    if source.is_closed:
+""",
+            """\
+
+                if connection is None or connection.is_closed:
+                    if source.is_closed:
+""",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "replies that wait are kept when their peer is lost",
+            BULK_REPLIES,
+            "            self._waiting.pop(pair, None)\n",
+            "\n",
         ),
     ),
 ]

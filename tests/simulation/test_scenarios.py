@@ -21,7 +21,7 @@ SEEDS = {
 REGRESSIONS = [
     (
         "transport",
-        1158,
+        218,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
@@ -51,8 +51,28 @@ REGRESSIONS = [
         ),
     ),
     (
+        "transport",
+        0,
+        Mutation(
+            "a worker that only calls frees no memory",
+            "_transports.direct.transport",
+            "                    self._watchdog.wake()  # its",
+            "                    # its",
+        ),
+    ),
+    (
+        "transport",
+        704,
+        Mutation(
+            "Ctrl-C before a message is written leaves its segment in use",
+            "_transports.direct.shared_memory",
+            "        if self.number:\n",
+            "        if False:\n",
+        ),
+    ),
+    (
         "rrefs",
-        908,
+        810,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",
@@ -62,7 +82,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        523048,
+        520896,
         Mutation(
             "a late request of a dead worker creates an RRef again, and it stays",
             "_protocol.rref_table",

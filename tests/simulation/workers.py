@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from simulation.primitives import Thread
@@ -17,7 +17,7 @@ from rayrpc._transports.direct.transport import DirectTransport
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
 
-__all__ = ["WORKERS", "Worker", "shut_down", "start_workers", "wait"]
+__all__ = ["WORKERS", "Worker", "check_connections", "shut_down", "start_workers", "wait"]
 
 # Of virtual time: no call takes so long, and no thread stays for so long.
 CALL_SECONDS = 300.0
@@ -89,6 +89,13 @@ def start_workers(count: int, slots: int = 16, near: bool = False) -> list[Worke
     hub = MemoryHub()
     WORKERS[:] = [Worker(hub, number, slots, near) for number in range(count)]
     return WORKERS
+
+
+def check_connections(transports: Iterable[DirectTransport]) -> None:
+    """Check that no call went by the fallback for want of a connection."""
+    for transport in transports:
+        for route in transport._routes.values():
+            assert not route.reason, route.reason
 
 
 def shut_down(leave: Callable[[Worker], None]) -> None:

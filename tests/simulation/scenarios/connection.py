@@ -74,6 +74,7 @@ class Program:
         idle_seconds: a thread without a task ends after this time.
         interrupts: when Ctrl-C strikes the first caller, one after the other, see
             ``Scheduler.interrupt_after``; empty: never.
+        failed_starts: the chance of each start of a thread to fail.
     """
 
     callers: tuple[Caller, ...]
@@ -81,6 +82,7 @@ class Program:
     trims: int = 0
     idle_seconds: float = 0.2
     interrupts: tuple[int, ...] = ()
+    failed_starts: float = 0.0
 
 
 class Connection:
@@ -100,7 +102,8 @@ class Connection:
         interrupts: tuple[int, ...] = ()
         if rng.random() < 0.3:
             interrupts = tuple(int(rng.choice([30, 200, 600]) * rng.random()) for _ in range(3))
-        return Program(callers, cut, trims, idle_seconds, interrupts)
+        failed_starts = rng.choice([0.05, 0.3, 0.9]) if rng.random() < 0.2 else 0.0
+        return Program(callers, cut, trims, idle_seconds, interrupts, failed_starts)
 
     def smaller(self, program: Program) -> Iterator[Program]:
         if program.cut is not None:
@@ -109,6 +112,8 @@ class Connection:
             yield dataclasses.replace(program, trims=program.trims - 1)
         if program.interrupts:
             yield dataclasses.replace(program, interrupts=program.interrupts[1:])
+        if program.failed_starts:
+            yield dataclasses.replace(program, failed_starts=0.0)
         for index, caller in enumerate(program.callers):
             before, after = program.callers[:index], program.callers[index + 1 :]
             if before or after:
@@ -144,6 +149,11 @@ class _Run:
         self.connection: CallerConnection
 
     def run(self) -> None:
+        if self.program.failed_starts:  # as a worker does: what follows needs no more threads
+            for threads in (self.threads, self.callee_threads):
+                threads.start()
+            for watchdog in (self.watchdog, self.callee_watchdog):
+                watchdog.wake()
         prepare(self.far)  # type: ignore[arg-type]
         stream = Stream(self.far, self.callee_threads, lambda unsent: None, False)  # type: ignore[arg-type]
         server = ServerConnection(
@@ -166,6 +176,7 @@ class _Run:
         ]
         for thread in callers:
             thread.start()
+        self.scheduler.chance_of_failed_starts = self.program.failed_starts
         for _ in range(self.program.trims):
             sleep(0.002)
             self.connection.trim()
@@ -178,6 +189,7 @@ class _Run:
             return len(self.abandoned.union(self.ended)) == expected
 
         current().step("waits for the replies", have_ended, CALL_SECONDS)
+        self.scheduler.chance_of_failed_starts = 0.0
         assert have_ended(), f"{expected} calls, {self.abandoned} abandoned, ended: {self.ended}"
         self.close(server)
         self.check()
@@ -330,6 +342,7 @@ class _Run:
                 sleep(0.002)
                 late.set(reply)
 
-            Thread(target=answer, name="answers later").start()
+            self.scheduler.step("starts answers later")
+            self.scheduler.spawn(answer, "answers later")
             return late
         return reply

@@ -24,6 +24,7 @@ from simulation.network import Socket
 from simulation.primitives import Thread, sleep
 from simulation.scenario import some_of
 from simulation.scheduler import Scheduler, current
+from simulation.workers import check_connections
 
 from rayrpc._concurrency.outcome import Outcome, Value
 from rayrpc._concurrency.reader import release_reader
@@ -54,7 +55,8 @@ QUICK, SLOW, LATER = "quick", "slow", "later"
 SIZES = (0, 50, 400, 1500, 4000, 12_000)
 
 CALL_SECONDS = 100.0
-# Then all free memory was freed, as nothing was sent for so long.
+# Then all free memory was freed: a segment's way through both ends takes up to six times the five
+# seconds between two rounds of maintenance.
 QUIET_SECONDS = 40.0
 ERRORS = (CallError, CallLostError, WorkerDiedError)
 
@@ -281,6 +283,10 @@ class _Run:
         assert have_ended(), f"{expected} calls, {self.abandoned} abandoned, ended: {self.ended}"
         assert set(self.ended.values()) <= {1}, f"calls ended more than once: {self.ended}"
         assert set(self.ran.values()) <= {1}, f"functions ran more than once: {self.ran}"
+        if not self.program.may_lose:
+            check_connections(worker.transport for worker in self.workers)
+        sleep(1.0)  # until late replies are there, which are in the tracebacks of interrupts
+        gc.collect()
         sleep(QUIET_SECONDS)
         self.check_memory()
         self.close()
@@ -327,7 +333,7 @@ class _Run:
                 self.check_stream(each)
 
     def check_stream(self, each: Stream) -> None:
-        assert not each._mapped._blocks, "buffers of the peer are in use"
+        assert not each._mapped.used, "buffers of the peer are in use"
         assert not each._send_queue.pending_bytes, "bytes were not written"
         if each._pool is not None:
             assert not each._pool._used, "segments are in use"
