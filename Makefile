@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-fast coverage soak simulate compliance matrix bench \
+.PHONY: help install demo test test-all test-fast test-hosts coverage soak simulate compliance matrix bench \
   lint imports format typecheck clean distclean
 
 help: ## Show this list
@@ -44,6 +44,9 @@ endif
 
 test-all: lint ## Check all, and run all tests, the slow ones too
 	$(PY) tests/gate.py --all $(ARGS)
+
+test-hosts: install ## Cut cables and kill Ray's processes on hosts made of network namespaces; needs root
+	TESTS_ALL=1 $(PY) -m pytest tests/hosts $(ARGS)
 
 coverage: install ## Run the tests, and report the lines and branches that none reaches
 	$(PY) -m coverage erase

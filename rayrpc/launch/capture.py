@@ -15,9 +15,10 @@ processes are included.  On a UNIX socket the two exchange single bytes:
       LAST: it has closed its ends ─────────>  reads until children have closed theirs, too
       <──────────────────────────────── LAST
 
-The state is a byte of shared memory: 1 while the collector has read text that is not shown yet.
-With empty pipes and a 0 there, ``sync`` has nothing to wait for, and sends nothing.  The dump is a
-file for faulthandler, if the worker's Python code cannot run.
+The state is shared memory.  Its first byte is 1 while the collector has read text that is not shown
+yet: with empty pipes and a 0 there, ``sync`` has nothing to wait for, and sends nothing.  Behind it
+is the status of a worker that has called ``os._exit``, which Ray does not tell.  The dump is a file
+for faulthandler, if the worker's Python code cannot run.
 
 Torch and Ray are never imported here.
 """
@@ -27,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import io
 import json
 import mmap
@@ -34,9 +36,11 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
+from typing import NoReturn
 
 from rayrpc._concurrency.reader import release_reader
 from rayrpc.launch.stacks import python_stacks
@@ -50,10 +54,13 @@ __all__ = [
     "STACKS",
     "STATE_BYTES",
     "SYNC",
+    "exit_status",
 ]
 
 HELLO, SYNC, STACKS, LAST = b"h", b"s", b"t", b"l"
 STATE_BYTES = mmap.PAGESIZE
+_EXIT = struct.Struct("<?i")  # whether the worker has called os._exit, and with which status
+_EXIT_AT = 1
 
 # Has faulthandler write the stacks of a process whose Python code does not run.
 DUMP_SIGNAL = signal.SIGQUIT
@@ -113,9 +120,22 @@ class Capture:
         self._poll = ctypes.PyDLL(None).poll
         self._polled = (_PollFd * 2)(*[_PollFd(end, select.POLLIN, 0) for end, _ in pipes])
         self._polled_at = ctypes.byref(self._polled)
+        self._note_exit()
         faulthandler.register(DUMP_SIGNAL, file=self._dump, all_threads=True)
         os.register_at_fork(after_in_child=self._socket.close)
         threading.Thread(target=self._serve, name="rayrpc-output", daemon=True).start()
+
+    def _note_exit(self) -> None:
+        """Have ``os._exit`` leave its status in the state."""
+        process, leave, state = os.getpid(), os._exit, self._state
+
+        @functools.wraps(leave)
+        def note_and_leave(status: int) -> NoReturn:
+            if os.getpid() == process:  # and no forked child
+                _EXIT.pack_into(state, _EXIT_AT, True, status)
+            leave(status)
+
+        os._exit = note_and_leave
 
     def _redirect(self, write_ends: list[int]) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -194,6 +214,12 @@ class Capture:
             self._socket.sendall(LAST)
             self._last.wait(CHILD_SECONDS)
         self._wait_until_shown()
+
+
+def exit_status(state: mmap.mmap) -> int | None:
+    """Return the status that a worker has given to ``os._exit``; None if it has not called it."""
+    has_left, status = _EXIT.unpack_from(state, _EXIT_AT)
+    return status if has_left else None
 
 
 def _writer(fd: int) -> io.TextIOWrapper:

@@ -39,8 +39,9 @@ from rayrpc.launch.capture import (
     STACKS,
     STATE_BYTES,
     SYNC,
+    exit_status,
 )
-from rayrpc.launch.display import BEGIN, END, HOLD_OFF, STACKS_SHOWN, Text
+from rayrpc.launch.display import BEGIN, END, HOLD_OFF, STACKS_SHOWN, STATUS, Text
 from rayrpc.launch.stacks import dumped_stacks
 
 __all__ = ["Collector"]
@@ -369,6 +370,9 @@ class Collector:
             if source.dumped_at is not None:
                 self._on_dump(source)
             source.dump_at = None
+            status = None if source.state is None else exit_status(source.state)
+            if status is not None:
+                self._batch.append(Text(source.name, STATUS, b"%d" % status))
             self._batch.append(Text(source.name, 0, END))
             if source.is_last:
                 self._answers.append((source, LAST))

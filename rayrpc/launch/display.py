@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["BEGIN", "Display", "END", "HOLD_OFF", "STACKS_SHOWN", "Text"]
+__all__ = ["BEGIN", "Display", "END", "HOLD_OFF", "STACKS_SHOWN", "STATUS", "Text"]
 
 # In place of text:
 HOLD_OFF = None  # show the unfinished line
 # ... for descriptor 0:
 BEGIN, END, STACKS_SHOWN = b"begin", b"end", b"stacks"
+STATUS = -1  # a descriptor: its text is what the worker has given to os._exit
 
 _LINE = re.compile("[^\r\n]*(?:\r\n|\r|\n)")
 
@@ -23,7 +24,7 @@ class Text(NamedTuple):
 
     Args:
         worker (str): its name.
-        fd (int): 1 or 2; 0 for a note.
+        fd (int): 1 or 2; 0 for a note; ``STATUS``.
         data (bytes | None): text; ``HOLD_OFF``; or a note: ``BEGIN``, ``END``, ``STACKS_SHOWN``.
     """
 

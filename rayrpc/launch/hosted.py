@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
+from rayrpc._transports.ray.raylet_watch import LOST_SECONDS, end_with_raylet
 from rayrpc.launch.capture import Capture
 from rayrpc.launch.folder import Archive, pack, unpack
 from rayrpc.launch.placement import named, this_node
@@ -85,6 +86,7 @@ class HostedWorker:
         node_id: str,
         settings: dict[str, Any],
     ) -> None:
+        end_with_raylet(after=LOST_SECONDS)  # until the group has heard of it
         self._label = label
         self._program = program
         context = ray.get_runtime_context()

@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc.launch.collector import Collector
-from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, Display, Text
+from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, STATUS, Display, Text
 from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
 from rayrpc.launch.placement import this_node
 
@@ -53,6 +53,8 @@ class Output:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._noted: dict[bytes | None, set[str]] = {BEGIN: set(), END: set(), STACKS_SHOWN: set()}
+        #: by worker, what it has given to ``os._exit``
+        self.exit_statuses: dict[str, int] = {}
         self._showing = 0
         self._shown_at = time.monotonic()
         self._collector: Collector | None = None
@@ -109,7 +111,9 @@ class Output:
             self._showing -= 1
             self._shown_at = time.monotonic()
             for worker, fd, note in texts:
-                if fd == 0:
+                if fd == STATUS and note is not None:
+                    self.exit_statuses[worker] = int(note)
+                elif fd == 0:
                     self._noted[note].add(worker)
             self._changed.notify_all()
 

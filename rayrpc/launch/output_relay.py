@@ -11,6 +11,7 @@ import threading
 
 import ray
 
+from rayrpc._transports.ray.raylet_watch import end_with_raylet
 from rayrpc.launch.collector import Collector
 from rayrpc.launch.display import Text
 
@@ -27,6 +28,7 @@ class OutputRelay:
     """
 
     def __init__(self, by_line: bool, count: int) -> None:
+        end_with_raylet()
         self._batches: queue.SimpleQueue[list[Text]] = queue.SimpleQueue()
         self._shown = threading.Semaphore(0)
         self._given = False

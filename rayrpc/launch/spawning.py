@@ -19,6 +19,7 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._transports.process_origin import count_ranks
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.ray_errors import cause_of
+from rayrpc.errors import WorkerDiedError
 from rayrpc.launch import child_ranks
 from rayrpc.launch.arguments import Arguments
 from rayrpc.launch.child_ranks import ChildContext
@@ -41,6 +42,7 @@ __all__ = ["RankContext", "spawn", "start_processes"]
 logger = logging.getLogger(__name__)
 
 STACKS_SECONDS = 1.8  # after a Ctrl-C, for ranks to write where they are
+CULPRIT_SECONDS = 1.0  # after the error of a rank that has lost another one, until that is reported
 KILL_SECONDS = 0.8  # then, to end them; and to show the rest of what they printed
 WAIT_SECONDS = 0.5  # at most, until Python can handle a Ctrl-C
 
@@ -134,14 +136,19 @@ class RankContext:
             ended = ray.get(ref)
         except RayActorError as exc:
             self._output.wait_ended([f"rank{rank}"])
-            self._wait_for_others(grace_period)
-            raise ProcessExitedException(
-                f"process {rank} (pid {pid}) terminated: {cause_of(exc)}", rank, pid, 1
-            ) from None
+            status = self._output.exit_statuses.get(f"rank{rank}")
+            if status is None:
+                self._wait_for_others(grace_period)
+                raise ProcessExitedException(
+                    f"process {rank} (pid {pid}) terminated: {_cause_of(exc)}", rank, pid, 1
+                ) from None
+            ended = Ended(status)
         ray.kill(self._actors[rank])  # a plain process, too, ends with its main
         self._output.wait_ended([f"rank{rank}"])
         if ended.exit_code == 0:
             return
+        if WorkerDiedError.__name__ in ended.trace:
+            self._check_culprit(grace_period)
         self._wait_for_others(grace_period)
         if ended.trace:
             raise ProcessRaisedException(
@@ -155,6 +162,18 @@ class RankContext:
             pid,
             ended.exit_code,
         )
+
+    def _check_culprit(self, grace_period: float | None) -> None:
+        """Report the rank whose process has died, and not those that have noticed it."""
+        if not self._rank_of:
+            return
+        others = list(self._rank_of)
+        ray.wait(others, num_returns=len(others), timeout=CULPRIT_SECONDS)
+        for ref in ray.wait(others, num_returns=len(others), timeout=0)[0]:
+            try:
+                ray.get(ref)
+            except RayActorError:
+                self._check(self._rank_of.pop(ref), ref, grace_period)
 
     def _wait_for_others(self, grace_period: float | None) -> None:
         if grace_period and self._rank_of:
@@ -301,6 +320,13 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
             output.close()
         raise
     return RankContext(list(actors.values()), list(pids.values()), refs, output, options)
+
+
+def _cause_of(error: RayActorError) -> str:
+    """Return why Ray has ended a rank, in one line."""
+    if "owner has died" in str(error):  # which is this process
+        return "Ray has ended it, as the Ray node of the process that started it has ended"
+    return cause_of(error)
 
 
 def _dump_shim(settings: config.Settings) -> bytes | None:

@@ -163,6 +163,35 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def kill(self, number: int, program: str) -> list[int]:
+        """Kill the processes of a host that run a program, and wait for their end.
+
+        Args:
+            number: of the host.
+            program: the end of its path, as ``raylet``.
+
+        Returns:
+            Their ids.
+        """
+        killed = []
+        for pid, command in self._commands(number):
+            if command.split("\0")[0].endswith(program):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+        end = time.monotonic() + SECONDS
+        while any(map(_runs, killed)) and time.monotonic() < end:
+            time.sleep(0.01)
+        return killed
+
+    def commands(self, number: int, begin: str) -> list[str]:
+        """Return the commands that begin so, of the processes of a host."""
+        return [each for _, each in self._commands(number) if each.startswith(begin)]
+
+    def _commands(self, number: int) -> Iterator[tuple[int, str]]:
+        for pid in self._pids(number):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+                yield pid, file.read().decode(errors="replace")
+
     def _pids(self, number: int) -> list[int]:
         """Return the processes of a host, without its first one and that one's keeper."""
         command = ["ip", "netns", "pids", self._namespaces[number]]
@@ -181,6 +210,15 @@ class Hosts:
         for name in reversed(self._namespaces):
             with contextlib.suppress(subprocess.SubprocessError):
                 _ip("netns", "del", name)
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process has not ended; one that its parent has not waited for has."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 _DIE = ["setpriv", "--pdeathsig", "KILL"]

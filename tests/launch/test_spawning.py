@@ -135,6 +135,8 @@ def main(rank, how):
         raise ValueError("as expected")
     if how == "exit":
         sys.exit(5)
+    if how == "leave":
+        os._exit(3)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
@@ -155,6 +157,7 @@ if __name__ == "__main__":
             ["ProcessRaisedException", "Process 1 terminated", "in main", "as expected"],
         ),
         ("exit", ["ProcessExitedException", "terminated with exit code 5", "exited 1 5"]),
+        ("leave", ["ProcessExitedException", "terminated with exit code 3", "exited 1 3"]),
         ("kill", ["ProcessExitedException", "process 1 (pid ", "exited 1 "]),
     ],
 )
@@ -164,6 +167,53 @@ def test_a_rank_that_fails_ends_the_run(run, how, texts):
     assert one.end() == 1  # the other rank would sleep longer
     assert all(text in one.output for text in texts), one.output
     assert eventually(lambda: not alive(other))
+
+
+LEAVES = """
+import os, time
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+def main(rank, status):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3)
+    for other in range(3):
+        rpc.rpc_sync(f"w{other}", max, args=(1, 2))
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(status)
+    rpc.rpc_sync("w1", time.sleep, args=(100,), timeout=0)
+
+if __name__ == "__main__":
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29533"
+    try:
+        mp.spawn(main, args=(3,), nprocs=3)
+    except mp.ProcessExitedException as exc:
+        print("exited", exc.error_index, exc.exit_code, flush=True)
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_rank_that_left_is_named_and_not_those_that_have_lost_it(run):
+    one = run(LEAVES)
+    assert one.end() == 0, one.output
+    assert "exited 1 3\n" in one.output, one.output
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_rank_that_leaves_with_status_0_has_ended_well(run):
+    one = run(
+        "import os\nimport torch.multiprocessing as mp\n"
+        "def main(rank):\n"
+        "    if os.fork() == 0:\n"
+        "        os._exit(7)\n"  # of a child
+        "    os.wait()\n"
+        "    os._exit(0)\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(main, nprocs=2)\n"
+        "    print('all ended well')\n"
+    )
+    assert one.end() == 0, one.output
+    assert "all ended well\n" in one.output  # Ray reports the end of a process on its own
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -33,12 +33,15 @@ from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["connect", "locked", "own_folder", "through_client"]
+__all__ = ["connect", "control_service_answers", "locked", "own_folder", "through_client"]
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a busy machine takes many times what a quiet one does
 CONNECT_RETRY_SECONDS = 0.02
+# What asks Ray's control service would hang for a minute if that has ended.
+CONTROL_SECONDS = 5.0
+CONTROL_RETRY_SECONDS = 0.2
 
 # Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
@@ -51,12 +54,14 @@ def connect(settings: Settings) -> None:
         settings (Settings): the address and namespace, or the options of a local cluster.
 
     Raises:
-        ClusterError: the named cluster cannot be reached, or no local one can be started.
+        ClusterError: the named cluster cannot be reached, or no local one can be started; or the
+            head node of the cluster that this process is connected to has ended.
     """
     logging.getLogger("rayrpc").setLevel(settings.log_level)
     address = settings.address or os.environ.get("RAY_ADDRESS") or None
     forked_children.prepare()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        _check_control_service()
         return
     if address in (None, "local"):
         address = _join_local(settings)
@@ -83,6 +88,39 @@ def connect(settings: Settings) -> None:
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
+
+
+def _check_control_service() -> None:
+    if not control_service_answers(CONTROL_SECONDS):
+        import ray
+
+        raise ClusterError(
+            f"the control service (GCS) of the Ray cluster does not answer at "
+            f"{ray.get_runtime_context().gcs_address}: the cluster's head node has ended, or is "
+            "cut off. Start the cluster again."
+        )
+
+
+def control_service_answers(seconds: float) -> bool:
+    """Tell whether the control service of this process's cluster accepts connections.
+
+    Args:
+        seconds: how long it may take.
+    """
+    import ray
+
+    if through_client():
+        return True
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    deadline = Deadline(seconds)
+    while True:
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), deadline.within(seconds)):
+                return True
+        except OSError:
+            if deadline.expired:
+                return False
+        time.sleep(deadline.within(CONTROL_RETRY_SECONDS))
 
 
 def through_client() -> bool:

@@ -34,6 +34,7 @@ from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Snap
 from rayrpc._protocol.rebuild import Rebuild, Report
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
+from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
 __all__ = ["DirectoryActor", "POLLS", "Restored", "WANTS_MEMBERS"]
 
@@ -85,6 +86,7 @@ class DirectoryActor:
     """
 
     def __init__(self, key: str, peer_timeout: float) -> None:
+        end_with_raylet()  # Ray starts it again elsewhere
         self._group = Group(key)
         self._peer_timeout = peer_timeout
         self._secret = os.urandom(32)

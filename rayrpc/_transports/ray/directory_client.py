@@ -29,7 +29,7 @@ from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.rebuild import Report
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray import ray_api
-from rayrpc._transports.ray.cluster import through_client
+from rayrpc._transports.ray.cluster import control_service_answers, through_client
 from rayrpc._transports.ray.directory import POLLS, WANTS_MEMBERS, DirectoryActor, Restored
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
@@ -69,6 +69,7 @@ class RayDirectory(Directory):
         self._peer_timeout = peer_timeout
         # neither it nor its host has answered for ``peer_timeout``
         self._is_silent = False
+        self._is_gone = False  # it does not answer, and nothing can start it again
         self._members: dict[str, Member] = {}  # by token
         self._epochs: dict[int, int] = {}  # how often each id was used
         self._snapshot: Snapshot | None = None  # of the join
@@ -207,6 +208,7 @@ class RayDirectory(Directory):
                     answer = ask()
                 if ray_api.wait([answer], timeout=PROBE_SECONDS)[0]:
                     changes = ray_api.get(answer)
+                    self._is_gone = False
                     if self._is_silent:
                         self._is_silent = False
                         # the directory and this worker may not have lost the same members
@@ -269,7 +271,11 @@ class RayDirectory(Directory):
         others = [each for each in self._members.values() if each.token != self._token]
         lost = asyncio.run(monitor.ask([self._host, *(each.node for each in others)]))
         if self._host not in lost or self._host == ray.util.get_node_ip_address():
-            return  # the directory is slow, and will decide
+            if silence > self._peer_timeout and not self._is_gone:
+                self._is_gone = not control_service_answers(PROBE_SECONDS)
+                if self._is_gone:
+                    self._log_loss("it and Ray's control service have ended")
+            return  # else the directory is slow, and will decide
         if not self._is_silent:
             self._is_silent = True
             self._log_loss(f"no answer for {silence:.0f} s")
@@ -332,7 +338,7 @@ class RayDirectory(Directory):
             try:
                 return self._wait(call(), deadline)
             except ActorUnavailableError:
-                if self._is_silent:
+                if self._is_silent or self._is_gone:
                     raise self._silence_error() from None
                 if self._closed or deadline.expired:
                     raise
@@ -340,7 +346,7 @@ class RayDirectory(Directory):
 
     def _wait(self, ref: Any, deadline: Deadline) -> Any:
         while not ray_api.wait([ref], timeout=deadline.within(SILENCE_POLL_SECONDS))[0]:
-            if self._is_silent:
+            if self._is_silent or self._is_gone:
                 raise self._silence_error()
             if deadline.expired:
                 raise GetTimeoutError
@@ -366,7 +372,7 @@ class RayDirectory(Directory):
                 f"did not reach it: {names}. They are alive but busy or blocked; call shutdown() "
                 "on every worker."
             ) from None
-        except RayActorError as exc:
+        except RayError as exc:
             raise GroupError(
                 f"RPC worker {self._worker!r} waited at {tag!r}, but the directory of group "
                 f"{self._key!r} has died: {cause_of(exc)}. Restart the run."
@@ -381,7 +387,7 @@ class RayDirectory(Directory):
             return
         deadline = Deadline(ANSWER_SECONDS)
         with contextlib.suppress(RayError):
-            while not deadline.expired:
+            while not (deadline.expired or self._is_silent or self._is_gone):
                 try:
                     ray_api.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
                     return
@@ -393,9 +399,9 @@ class RayDirectory(Directory):
 
 
 def _on_head_node() -> Any:
-    """Return where the directory runs: beside Ray's control service, which it needs."""
+    """Return where the directory runs: beside Ray's control service, while that node lives."""
     for node in ray.nodes():
         if "node:__internal_head__" in node["Resources"]:
             affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-            return affinity(node["NodeID"], soft=False)
+            return affinity(node["NodeID"], soft=True)
     return "DEFAULT"

@@ -27,6 +27,7 @@ import ray
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._transports.ray.endpoint import DEFERRED, LivenessWatch, Wire, passed_on
+from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
 __all__ = ["RELAY_GROUPS", "Relay"]
 
@@ -70,6 +71,7 @@ class Relay:
     """
 
     def __init__(self, worker: str, joined: None, plain: bool) -> None:
+        end_with_raylet()
         self._worker = worker
         self._plain = plain
         self._incoming: queue.SimpleQueue[tuple[str, int | None, Wire]] = queue.SimpleQueue()

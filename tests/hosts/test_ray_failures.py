@@ -1,0 +1,228 @@
+"""What follows when Ray's own processes die: those of one node, or the cluster's head."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from host_cluster import cluster_of_hosts
+from host_maker import why_impossible
+from host_ranks import started_ranks
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
+]
+
+PEER_TIMEOUT = 5.0
+# Ray tells of a node's end within 15 s, and ends all processes 60 s after that of its head; more is
+# for machines that are busy.
+NODE_SECONDS = 30.0
+HEAD_SECONDS = 120.0
+
+SCRIPT = """
+import os, sys, time
+import torch.multiprocessing as mp
+import torch.distributed.rpc as rpc
+
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+def work(rank, seconds):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    rpc.rpc_sync(f"w{1 - rank}", nap, args=(0,))
+    print(f"up {rank} {os.getpid()}", flush=True)
+    rpc.rpc_sync(f"w{1 - rank}", nap, args=(seconds,), timeout=0)
+    rpc.shutdown()
+    print("shut down", flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(float(sys.argv[1]),), nprocs=2)
+    print("all work is done", flush=True)
+"""
+STARTS = """
+import sys, time
+import rayrpc as rpc
+from rayrpc.errors import ClusterError
+
+rpc.start_workers(["a"])
+print("up", flush=True)
+sys.stdin.readline()
+begin = time.monotonic()
+try:
+    rpc.start_workers(["b"])
+except ClusterError as exc:
+    print("error", exc, time.monotonic() - begin < 10, flush=True)
+"""
+
+
+@pytest.fixture
+def cluster():
+    with cluster_of_hosts(PEER_TIMEOUT) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def program(hosts, number, environ, text, *arguments):
+    """Run a program on a host by ``rayrpc run``, its ranks on hosts 2 and 3."""
+    script = Path(environ["TMPDIR"], "script.py")
+    script.write_text(text)
+    nodes = ", ".join(
+        f"rank{rank}: {{resources: {{node:{hosts.address(2 + rank)}: 0.01}}}}" for rank in (0, 1)
+    )
+    options = ["--set", f"workers={{{nodes}}}"]
+    command = [sys.executable, "-m", "rayrpc", "run", *options, str(script), *arguments]
+    process = subprocess.Popen(
+        hosts.command(number, *command),
+        env={**environ, "MASTER_PORT": "29500"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def wait_up(process, count):
+    """Return the lines that tell that the ranks are up."""
+    lines = []
+    while len(lines) < count:
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        if line.startswith("up"):
+            lines.append(line.split())
+    return lines
+
+
+def finished(process, seconds, line=""):
+    """Return the exit status and the output of a program, which gets a line."""
+    try:
+        output, _ = process.communicate(line, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        pytest.fail(f"no end in {seconds} s; the output is:\n{process.communicate(timeout=10)[0]}")
+    return process.returncode, output
+
+
+def test_attached_workers_of_a_node_that_ended_are_lost(cluster):
+    hosts, environ = cluster
+    with started_ranks(hosts, environ, (1, 2, 3)) as (a, b, c):
+        c.tell("own w1")
+        c.wait_for("owns")
+        a.tell("nap w1 100")
+        b.tell("nap w2 100")
+        c.tell("pass w1 100")
+        for rank, word in ((a, "napping"), (b, "napping"), (c, "passing")):
+            rank.wait_for(word)
+        assert hosts.kill(2, "raylet")
+        for rank in (a, b, c):
+            line = rank.wait_for("napped", "passed", "error", timeout=NODE_SECONDS)
+            assert line.startswith("error") and "'w" in line
+        c.tell("fetch")
+        assert c.wait_for("fetched", "error").startswith("error")
+        a.tell("call w2")
+        assert a.wait_for("called", "error") == "called 2"
+        for rank in (a, b, c):
+            rank.tell("shutdown")
+        for rank in (a, c):
+            assert rank.wait_for("shut", "error") == "shut down" and rank.end() == 0
+        b.wait_for("shut", "error")
+
+
+def test_hosted_workers_of_a_node_that_ended_end(cluster):
+    hosts, environ = cluster
+    with program(hosts, 1, environ, SCRIPT, "100") as process:
+        wait_up(process, 2)
+        assert hosts.kill(2, "raylet")
+        status, output = finished(process, NODE_SECONDS)
+        assert status == 1 and "process 0" in output and "its node died" in output
+    end = time.monotonic() + NODE_SECONDS
+    while left := hosts.commands(2, "ray::"):
+        assert time.monotonic() < end, left
+        time.sleep(0.2)
+
+
+def test_the_directory_moves_when_the_node_of_the_head_ends(cluster):
+    hosts, environ = cluster
+    with program(hosts, 2, environ, SCRIPT, "25") as process:
+        wait_up(process, 2)
+        assert hosts.kill(1, "raylet")
+        status, output = finished(process, HEAD_SECONDS)
+        assert status == 0 and output.count("shut down") == 2, output
+
+
+def test_a_program_whose_node_ended_says_so(cluster):
+    hosts, environ = cluster
+    with program(hosts, 1, environ, SCRIPT, "100") as process:
+        wait_up(process, 2)
+        assert hosts.kill(1, "raylet")
+        status, output = finished(process, NODE_SECONDS)
+        assert status == 1
+        assert "the Ray node of the process that started it has ended" in output
+
+
+def test_without_the_control_service_calls_and_shutdown_go_on(cluster):
+    hosts, environ = cluster
+    with started_ranks(hosts, environ, (1, 2, 3)) as ranks:
+        ranks[0].tell("nap w1 15")
+        ranks[0].wait_for("napping")
+        assert hosts.kill(1, "gcs_server")
+        ranks[1].tell("call w2")
+        assert ranks[1].wait_for("called", "error") == "called 2"
+        assert ranks[0].wait_for("napped", "error") == "napped 15.0"
+        for rank in ranks:
+            rank.tell("shutdown")
+        for rank in ranks:
+            assert rank.wait_for("shut", "error") == "shut down"
+            assert rank.end() == 0
+
+
+def test_without_the_control_service_a_run_ends_with_its_own_status(cluster):
+    hosts, environ = cluster
+    with program(hosts, 1, environ, SCRIPT, "10") as process:
+        wait_up(process, 2)
+        assert hosts.kill(1, "gcs_server")
+        status, output = finished(process, NODE_SECONDS)
+        assert status == 0 and "all work is done" in output, output
+
+
+def test_without_the_control_service_no_worker_starts(cluster):
+    hosts, environ = cluster
+    with program(hosts, 2, environ, STARTS) as process:
+        wait_up(process, 1)
+        assert hosts.kill(1, "gcs_server")
+        status, output = finished(process, NODE_SECONDS, "\n")
+        assert "the control service (GCS)" in output and output.rstrip().endswith("True"), output
+        assert status == 0
+
+
+def test_what_needs_the_directory_fails_when_the_head_is_lost(cluster):
+    hosts, environ = cluster
+    with started_ranks(hosts, environ, (2, 3)) as ranks:
+        for name in ("gcs_server", "raylet"):
+            assert hosts.kill(1, name)
+        ranks[0].tell("call w1")
+        assert ranks[0].wait_for("called", "error") == "called 2"
+        for rank in ranks:
+            rank.tell("shutdown")
+        for rank in ranks:
+            line = rank.wait_for("shut", "error", timeout=4 * PEER_TIMEOUT)
+            assert line.startswith("error GroupError") and "directory" in line
+
+
+def test_when_the_head_is_lost_ray_ends_all_with_a_message(cluster):
+    hosts, environ = cluster
+    with program(hosts, 2, environ, SCRIPT, "200") as process:
+        wait_up(process, 2)
+        for name in ("gcs_server", "raylet"):
+            assert hosts.kill(1, name)
+        status, output = finished(process, HEAD_SECONDS)
+        assert status not in (0, None) and "GCS" in output, output
