@@ -16,6 +16,7 @@ import torch
 from rayrpc._autograd.accumulate import LeafGradients
 from rayrpc._autograd.functions import Recorder, SendFunction, is_receive
 from rayrpc._autograd.graph import Entry
+from rayrpc._concurrency.outcome import fresh
 from rayrpc._concurrency.reader import after_reply
 from rayrpc.errors import RpcError, WorkerDiedError
 
@@ -178,7 +179,7 @@ class DistAutogradContext:
         """
         self._add_pending()
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         with self._lock:
             result = dict(self._gradients)
         return result

@@ -11,6 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 __all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh", "text_of"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class Error:
         raise fresh(self.error)
 
 
-def fresh(error: BaseException) -> BaseException:
+def fresh(error: E) -> E:
     """Return a copy of an exception, to be raised in its place.
 
     A raised exception refers to the frames that it passed, and thus to all their variables.  If a

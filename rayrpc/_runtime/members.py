@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.outcome import fresh
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
@@ -126,13 +127,14 @@ class Members:
         raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
 
     def death_of(self, member: Member) -> WorkerDiedError | None:
-        """Return why a member is gone, if it is."""
-        return self._deaths.get(member.token)
+        """Return why a member is gone, if it is, in an error that may be raised; see ``fresh``."""
+        error = self._deaths.get(member.token)
+        return None if error is None else fresh(error)
 
     def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
         """Return why a worker given by its WorkerInfo is gone, if it is."""
         former = self._former.get(info.name)
-        return self._deaths.get(former.token) if former is not None else None
+        return self.death_of(former) if former is not None else None
 
     def is_present(self, worker_id: int, epoch: int) -> bool:
         """Tell whether no later member has the id of the one that has sent a frame.

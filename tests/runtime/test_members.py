@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.members import Members
 from rayrpc.errors import RpcError, WorkerDiedError
@@ -122,6 +123,17 @@ def test_a_sender_of_which_the_news_is_late_is_looked_up(group):
     assert group.reported == [("again", "other")]
     assert not group.members.is_present(1, 0)
     assert group.members.is_present(2, 0)  # one that has left before this worker heard of it
+
+
+def test_what_a_caller_raises_of_a_death_keeps_nothing_of_the_caller(group):
+    group.remove(group.other)
+    owner = WorkerInfo(group.other.name, group.other.id)
+    members = group.members
+    for death_of, of in ((members.death_of, group.other), (members.death_of_owner, owner)):
+        for _ in range(2):
+            with pytest.raises(WorkerDiedError, match="it was killed") as raised:
+                raise death_of(of)
+            assert len(raised.traceback) == 1  # and no frames of another caller
 
 
 def test_a_name_that_nobody_has_is_an_error(group):

@@ -90,6 +90,16 @@ REGRESSIONS = [
             ":",
         ),
     ),
+    (
+        "rrefs",
+        629484,
+        Mutation(
+            "the error of a death keeps the variables of who has raised it",
+            "_runtime.members",
+            "return None if error is None else fresh(error)",
+            "return error",
+        ),
+    ),
 ]
 
 

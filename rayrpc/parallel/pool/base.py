@@ -18,6 +18,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
+from rayrpc._concurrency.outcome import fresh
 from rayrpc.errors import CallError
 from rayrpc.parallel.pool.calls import Call, PoolCalls, PoolResult
 from rayrpc.parallel.pool.tasks import run_tasks
@@ -154,7 +155,7 @@ class BasePool(PoolCalls):
 
     def _check_running(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
         if self._state is not PoolStates.RUN:
             raise ValueError(f"the pool is not running: its state is {self._state.name}")
 

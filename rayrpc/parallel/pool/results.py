@@ -10,6 +10,7 @@ from multiprocessing import TimeoutError as PoolTimeoutError
 from typing import Any, Generic, TypeVar
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.outcome import fresh
 
 __all__ = ["AsyncResult", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
 
@@ -222,7 +223,7 @@ class IMapIterator(Generic[T]):
                 if self._taken == self._length:
                     raise StopIteration
                 if self._error is not None:
-                    raise self._error
+                    raise fresh(self._error)
                 if deadline.expired:
                     raise PoolTimeoutError(f"no result came in {timeout} s; it may still do")
                 self._changed.wait(deadline.remaining())

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rayrpc._concurrency.outcome import fresh
 from rayrpc.parallel.distributed import RpcGroup
 from rayrpc.parallel.server.model_server import PushPullModelServer, set_version
 from rayrpc.parallel.server.ordered_server import OrderedServerBase, make_default_server
@@ -253,7 +254,7 @@ class PushPullGradServerImpl:
         Source: ``machin.parallel.server.PushPullGradServerImpl.watch``.
         """
         if self._error is not None:
-            raise self._error
+            raise fresh(self._error)
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
         self.watch()  # gradients for an ended thread are refused
