@@ -32,7 +32,9 @@ def end_with_raylet(after: float = 0.0) -> None:
     Args:
         after: so many seconds later.
     """
-    raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
+    if not os.environ.get("RAY_RAYLET_PID"):  # no raylet has started it
+        return
+    raylet = int(os.environ["RAY_RAYLET_PID"])
 
     def run() -> None:
         wait_for_end(raylet)
