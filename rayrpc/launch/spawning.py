@@ -165,11 +165,10 @@ class RankContext:
 
     def _check_culprit(self, grace_period: float | None) -> None:
         """Report the rank whose process has died, and not those that have noticed it."""
-        if not self._rank_of:
-            return
         others = list(self._rank_of)
-        ray.wait(others, num_returns=len(others), timeout=CULPRIT_SECONDS)
-        for ref in ray.wait(others, num_returns=len(others), timeout=0)[0]:
+        if not others:
+            return
+        for ref in ray.wait(others, num_returns=len(others), timeout=CULPRIT_SECONDS)[0]:
             try:
                 ray.get(ref)
             except RayActorError:

@@ -112,6 +112,25 @@ def finished(process, seconds, line=""):
     return process.returncode, output
 
 
+def ended_after(cluster, number, seconds, at, killed, timeout):
+    """Run the script, kill some of Ray's programs, and return the exit status and the output.
+
+    Args:
+        cluster: the hosts, and the environment.
+        number: of the host that runs it.
+        seconds: that its calls take.
+        at: the host where programs are killed.
+        killed: the programs.
+        timeout: of the rest of the run.
+    """
+    hosts, environ = cluster
+    with program(hosts, number, environ, SCRIPT, seconds) as process:
+        wait_up(process, 2)
+        for name in killed:
+            assert hosts.kill(at, name)
+        return finished(process, timeout)
+
+
 def test_attached_workers_of_a_node_that_ended_are_lost(cluster):
     hosts, environ = cluster
     with started_ranks(hosts, environ, (1, 2, 3)) as (a, b, c):
@@ -138,12 +157,9 @@ def test_attached_workers_of_a_node_that_ended_are_lost(cluster):
 
 
 def test_hosted_workers_of_a_node_that_ended_end(cluster):
-    hosts, environ = cluster
-    with program(hosts, 1, environ, SCRIPT, "100") as process:
-        wait_up(process, 2)
-        assert hosts.kill(2, "raylet")
-        status, output = finished(process, NODE_SECONDS)
-        assert status == 1 and "process 0" in output and "its node died" in output
+    hosts, _ = cluster
+    status, output = ended_after(cluster, 1, "100", 2, ["raylet"], NODE_SECONDS)
+    assert status == 1 and "process 0" in output and "its node died" in output
     end = time.monotonic() + NODE_SECONDS
     while left := hosts.commands(2, "ray::"):
         assert time.monotonic() < end, left
@@ -151,22 +167,14 @@ def test_hosted_workers_of_a_node_that_ended_end(cluster):
 
 
 def test_the_directory_moves_when_the_node_of_the_head_ends(cluster):
-    hosts, environ = cluster
-    with program(hosts, 2, environ, SCRIPT, "25") as process:
-        wait_up(process, 2)
-        assert hosts.kill(1, "raylet")
-        status, output = finished(process, HEAD_SECONDS)
-        assert status == 0 and output.count("shut down") == 2, output
+    status, output = ended_after(cluster, 2, "25", 1, ["raylet"], HEAD_SECONDS)
+    assert status == 0 and output.count("shut down") == 2, output
 
 
 def test_a_program_whose_node_ended_says_so(cluster):
-    hosts, environ = cluster
-    with program(hosts, 1, environ, SCRIPT, "100") as process:
-        wait_up(process, 2)
-        assert hosts.kill(1, "raylet")
-        status, output = finished(process, NODE_SECONDS)
-        assert status == 1
-        assert "the Ray node of the process that started it has ended" in output
+    status, output = ended_after(cluster, 1, "100", 1, ["raylet"], NODE_SECONDS)
+    assert status == 1
+    assert "the Ray node of the process that started it has ended" in output
 
 
 def test_without_the_control_service_calls_and_shutdown_go_on(cluster):
@@ -186,12 +194,8 @@ def test_without_the_control_service_calls_and_shutdown_go_on(cluster):
 
 
 def test_without_the_control_service_a_run_ends_with_its_own_status(cluster):
-    hosts, environ = cluster
-    with program(hosts, 1, environ, SCRIPT, "10") as process:
-        wait_up(process, 2)
-        assert hosts.kill(1, "gcs_server")
-        status, output = finished(process, NODE_SECONDS)
-        assert status == 0 and "all work is done" in output, output
+    status, output = ended_after(cluster, 1, "10", 1, ["gcs_server"], NODE_SECONDS)
+    assert status == 0 and "all work is done" in output, output
 
 
 def test_without_the_control_service_no_worker_starts(cluster):
@@ -219,10 +223,5 @@ def test_what_needs_the_directory_fails_when_the_head_is_lost(cluster):
 
 
 def test_when_the_head_is_lost_ray_ends_all_with_a_message(cluster):
-    hosts, environ = cluster
-    with program(hosts, 2, environ, SCRIPT, "200") as process:
-        wait_up(process, 2)
-        for name in ("gcs_server", "raylet"):
-            assert hosts.kill(1, name)
-        status, output = finished(process, HEAD_SECONDS)
-        assert status not in (0, None) and "GCS" in output, output
+    status, output = ended_after(cluster, 2, "200", 1, ["gcs_server", "raylet"], HEAD_SECONDS)
+    assert status not in (0, None) and "GCS" in output, output

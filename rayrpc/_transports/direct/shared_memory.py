@@ -281,13 +281,13 @@ class SegmentPool:
 
         Args:
             size: in bytes.
-            lease: until the message is written; None: the receiver gets it at once.
+            lease: until the message is written; None: the receiver gets it in any case.
 
         Raises:
             OSError: there is no memory, or no descriptor, for another.
         """
         capacity = capacity_for(size)
-        lease = lease or Lease(self._ended)
+        lease = lease or Lease(collections.deque(maxlen=0))  # of whose end nobody hears
         with self._lock:
             free = self._free[capacity]
             if free:
@@ -335,9 +335,11 @@ class SegmentPool:
         limit = time.monotonic() - MAX_FREE_SECONDS
         freed = []
         with self._lock:
-            for segments in self._free.values():
+            for capacity, segments in list(self._free.items()):
                 while segments and segments[0].free_since < limit:
                     freed.append(segments.pop(0).number)
+                if not segments:
+                    del self._free[capacity]
             while self._ended:
                 number = self._ended.popleft()
                 self._used.pop(number, None)

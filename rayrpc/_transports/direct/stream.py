@@ -319,9 +319,8 @@ class Stream:
     def _buffers(self, shared: SharedBuffers) -> list[memoryview]:
         if self._descriptors is None:
             raise FrameError("a message has buffers in memory that cannot be shared")
-        while not self._mapped.has(shared.segment):
-            if not self._receive_segment():
-                raise FrameError("a message names memory that was not sent")
+        if not self._map(shared.segment):
+            raise FrameError("a message names memory that was not sent")
         try:
             return self._mapped.buffers(shared.segment, shared.lengths)
         except (ValueError, OverflowError, MemoryError) as exc:
@@ -329,10 +328,16 @@ class Stream:
 
     def _unmap(self, number: int) -> None:
         """Unmap a segment; no message has come with it if the sender was interrupted."""
-        while self._descriptors is not None and not self._mapped.has(number):
-            if not self._receive_segment():
-                break
+        if self._descriptors is not None:
+            self._map(number)
         self._mapped.unmap(number)
+
+    def _map(self, number: int) -> bool:
+        """Map a segment, and those that were sent before it; return False if it was not sent."""
+        while not self._mapped.has(number):
+            if not self._receive_segment():
+                return False
+        return True
 
     def _receive_descriptor_socket(self) -> socket.socket:
         """Receive the socket for descriptors, which precedes the first message."""

@@ -82,6 +82,11 @@ class RayDirectory(Directory):
         self._closed = False
         self._actor: Any = None
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether it is not known if the directory will ever answer."""
+        return self._is_silent or self._is_gone
+
     def _find_or_create(self) -> Any:
         directory: Any = ray.remote(DirectoryActor)
         return directory.options(
@@ -338,7 +343,7 @@ class RayDirectory(Directory):
             try:
                 return self._wait(call(), deadline)
             except ActorUnavailableError:
-                if self._is_silent or self._is_gone:
+                if self._is_lost:
                     raise self._silence_error() from None
                 if self._closed or deadline.expired:
                     raise
@@ -346,7 +351,7 @@ class RayDirectory(Directory):
 
     def _wait(self, ref: Any, deadline: Deadline) -> Any:
         while not ray_api.wait([ref], timeout=deadline.within(SILENCE_POLL_SECONDS))[0]:
-            if self._is_silent or self._is_gone:
+            if self._is_lost:
                 raise self._silence_error()
             if deadline.expired:
                 raise GetTimeoutError
@@ -387,7 +392,7 @@ class RayDirectory(Directory):
             return
         deadline = Deadline(ANSWER_SECONDS)
         with contextlib.suppress(RayError):
-            while not (deadline.expired or self._is_silent or self._is_gone):
+            while not (deadline.expired or self._is_lost):
                 try:
                     ray_api.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
                     return

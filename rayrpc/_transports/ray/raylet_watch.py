@@ -1,7 +1,7 @@
 """End a process of Ray with its node's raylet.
 
-Ray ends the actors of a raylet that has died, but waits for the calls that they serve.  Some calls
-of rayrpc's actors return when their worker leaves, so the processes would stay for ever.
+Ray ends the actors of a raylet that has died, but waits for the calls that they serve.  Some of
+rayrpc's return only when a worker leaves, so the processes would stay for ever.
 
 Torch is never imported here.
 """

@@ -46,15 +46,19 @@ def interrupted_once(function):
     return call
 
 
+@pytest.mark.parametrize("second", ["_hand_over", "_on_interrupt"])
 def test_a_writer_that_is_interrupted_twice_is_followed_by_another_thread(
-    ends, threads, monkeypatch
+    ends, threads, monkeypatch, second
 ):
     near, far = ends
     queue = SendQueue(near, threads, lambda unsent: None)
-    monkeypatch.setattr(queue, "_write", interrupted_once(queue._write))
-    monkeypatch.setattr(queue, "_hand_over", interrupted_once(queue._hand_over))
+    for name in ("_write", second):
+        monkeypatch.setattr(queue, name, interrupted_once(getattr(queue, name)))
     with pytest.raises(KeyboardInterrupt):
         queue.send(1, [b"one"])
+    if second == "_on_interrupt":  # only maintenance finds that
+        assert not queue.is_empty
+        queue.flush_piggybacked()
     assert far.recv(3) == b"one"
     assert eventually(lambda: queue.is_empty)
     assert queue.send(2, [b"two"]) and far.recv(3) == b"two"
@@ -84,17 +88,3 @@ def test_a_request_keeps_its_bytes_if_another_thread_begins_to_write_just_before
         assert not stream.send(2, frame)
         data[:] = bytes(len(data))
         assert bytes(frame.buffers[0]) == b"as it was"
-
-
-def test_maintenance_finds_a_writer_that_was_interrupted_again_at_once(ends, threads, monkeypatch):
-    near, far = ends
-    queue = SendQueue(near, threads, lambda unsent: None)
-    monkeypatch.setattr(queue, "_write", interrupted_once(queue._write))
-    monkeypatch.setattr(queue, "_on_interrupt", interrupted_once(queue._on_interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        queue.send(1, [b"one"])
-    assert not queue.is_empty
-    queue.flush_piggybacked()
-    assert far.recv(3) == b"one"
-    assert eventually(lambda: queue.is_empty)
-    assert queue.send(2, [b"two"]) and far.recv(3) == b"two"
