@@ -65,14 +65,21 @@ def test_shared_memory_is_found():
 
 
 def test_a_process_is_found():
+    code = "import time; print(flush=True); time.sleep(60)"
+
     def leave():
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process.stdout:
+            process.stdout.readline()  # Popen returns before the kernel knows the command line
+        return process
 
     def clean_up(process):
         process.kill()
         process.wait()
 
-    assert any("time.sleep(60)" in each for each in found_after(leave, clean_up))
+    found = found_after(leave, clean_up)
+    assert any(code in each for each in found), found
 
 
 def test_an_actor_is_found(ray_cluster):
