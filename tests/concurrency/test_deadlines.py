@@ -2,8 +2,10 @@
 
 import math
 import threading
+import time
 
 import pytest
+from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency.deadlines import (
     MAX_ENDED_CALLS,
@@ -101,15 +103,24 @@ class TestDeadlineQueue:
         assert [call_id for call_id, _ in queue.take_expired(3.0)] == [999, 998, 997]
 
 
-class TestDeadlineThread:
-    def test_a_timeout_of_centuries_does_not_keep_others_from_expiring(self):
-        done = threading.Event()
-        thread = DeadlineThread({1, 2}, lambda *_: done.set())
-        thread.add(1, 1e10)
-        thread.add(2, 0.001)
-        assert done.wait(60)
-        thread.close()
+@in_virtual_time()
+def test_deadlines_expire_in_order_and_in_time():
+    expired: list[tuple[int, float, float]] = []
 
+    def on_expired(call_id, timeout):
+        expired.append((call_id, timeout, time.monotonic()))
+
+    thread = DeadlineThread({1, 2, 3}, on_expired)
+    thread.add(3, 1e10)  # it does not keep others from expiring
+    thread.add(2, 10.0)
+    thread.add(1, 1.0)
+    time.sleep(40)
+    assert [each[:2] for each in expired] == [(1, 1.0), (2, 10.0)]
+    assert all(0 <= at - timeout < 10 for _, timeout, at in expired)
+    thread.close()
+
+
+class TestDeadlineThread:
     def test_a_thread_that_could_not_start_starts_with_the_next_call(self, unstartable, caplog):
         expired, done = [], threading.Event()
 
@@ -134,20 +145,6 @@ class TestDeadlineThread:
         unstartable.add("rayrpc-timers")
         thread.add(1, 0.001)
         assert done.wait(60)
-        thread.close()
-
-    def test_deadlines_expire_in_order(self):
-        expired, done = [], threading.Event()
-
-        def on_expired(call_id, timeout):
-            expired.append((call_id, timeout))
-            if len(expired) == 2:
-                done.set()
-
-        thread = DeadlineThread({1, 2}, on_expired)
-        thread.add(2, 1.0)
-        thread.add(1, 0.01)
-        assert done.wait(60) and expired == [(1, 0.01), (2, 1.0)]
         thread.close()
 
     def test_an_error_in_a_callback_does_not_stop_the_others(self, caplog):

@@ -1,10 +1,12 @@
 """Hand-over of a connection's reader: when another thread reads on."""
 
+import contextlib
 import threading
 import time
 
 import pytest
-from conftest import eventually
+from simulation.scheduler import current
+from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency.reader import (
     READING,
@@ -16,11 +18,15 @@ from rayrpc._concurrency.reader import (
     release_reader,
 )
 
+LONG = 60.0
 
-@pytest.fixture
-def watchdog():
-    watchdog = ReaderWatchdog()
-    yield watchdog
+
+@contextlib.contextmanager
+def handling():
+    """Have this thread handle messages; yield the role, the hand-over and the watchdog."""
+    hand_over, watchdog = HandOver(), ReaderWatchdog()
+    with ReaderRole(hand_over, watchdog) as role:
+        yield role, hand_over, watchdog
     watchdog.close()
 
 
@@ -81,33 +87,34 @@ def test_tasks_of_a_released_thread_run_at_once(asleep):
         role.message_done()
 
 
-def test_a_thread_that_stays_in_a_handler_is_released_once(watchdog):
-    hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+@in_virtual_time()
+def test_a_thread_that_stays_in_a_handler_is_released_once():
+    with handling() as (role, hand_over, _):
         role.message_received()
-        assert hand_over.event.wait(60)
-        time.sleep(0.05)
+        assert hand_over.event.wait(LONG)
+        time.sleep(LONG)
         assert not is_reader()
         assert not role.message_done()
-    assert hand_over.count == 1
+        assert hand_over.count == 1
 
 
-def test_a_thread_that_waits_for_a_message_is_not_released(watchdog):
-    hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+@in_virtual_time()
+def test_a_thread_that_waits_for_a_message_is_not_released():
+    with handling() as (role, hand_over, watchdog):
         watchdog.wake()
-        assert eventually(lambda: watchdog.is_asleep)  # after many ticks
+        time.sleep(LONG)  # many ticks
+        assert watchdog.is_asleep
         assert role.state == READING
-    assert hand_over.count == 0
+        assert hand_over.count == 0
 
 
-def test_the_watchdog_wakes_after_a_quiet_time(watchdog):
-    hand_over = HandOver()
-    with ReaderRole(hand_over, watchdog) as role:
+@in_virtual_time()
+def test_the_watchdog_wakes_after_a_quiet_time():
+    with handling() as (role, hand_over, watchdog):
         watchdog.wake()
-        assert eventually(lambda: watchdog.is_asleep)
+        assert current().step("waits", lambda: watchdog.is_asleep, LONG)
         role.message_received()
-        assert hand_over.event.wait(60)
+        assert hand_over.event.wait(LONG)
 
 
 def test_release_reader_releases_only_the_role_of_its_own_thread_and_once(asleep):

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from conftest import eventually
+from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._concurrency.threads import Slots, ThreadCache
@@ -190,15 +191,17 @@ class TestSlots:
         assert done.wait(60)
 
 
-class TestCell:
-    def test_waiters_and_callbacks_get_the_outcome(self):
-        cell, got = Cell(), []
-        cell.on_done(got.append)
-        threading.Timer(0.02, lambda: cell.set(Value(3))).start()
-        assert cell.wait(60) == Value(3)
-        cell.on_done(got.append)
-        assert got == [Value(3), Value(3)]
+@in_virtual_time()
+def test_waiters_and_callbacks_of_a_cell_get_the_outcome():
+    cell, got = Cell(), []
+    cell.on_done(got.append)
+    threading.Timer(1.0, lambda: cell.set(Value(3))).start()
+    assert cell.wait(60) == Value(3)
+    cell.on_done(got.append)
+    assert got == [Value(3), Value(3)]
 
+
+class TestCell:
     def test_waiting_has_a_timeout(self):
         with pytest.raises(TimeoutError):
             Cell().wait(0.01)

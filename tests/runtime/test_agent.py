@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import random
-import sys
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +14,14 @@ import torch
 from conftest import eventually
 from memory_workers import WAIT, MemoryWorker, memory_group
 
-from rayrpc._concurrency.outcome import Error, Value
+from rayrpc._concurrency.outcome import Value
 from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
-from rayrpc._protocol.transport import PendingReply
-from rayrpc._runtime import agent
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
+from rayrpc._transports.memory import MemoryDirectory, MemoryHub
 from rayrpc.errors import (
     CallError,
-    CallLostError,
     CallTimeoutError,
     GroupError,
     RpcError,
@@ -210,26 +204,6 @@ def test_an_unknown_worker_is_an_error_that_names_the_others(a, b):
 # Timeouts
 
 
-def test_a_call_that_takes_longer_than_its_timeout_ends_in_torchs_words(a, b):
-    text = r"RPC ran for more than set timeout \(50 ms\) and will now be marked with an error"
-    with pytest.raises(CallTimeoutError, match=text):
-        a.sync(b, wait_for, "x", timeout=0.05)
-    with pytest.raises(CallTimeoutError, match=text):
-        a.future(b, wait_for, "x", timeout=0.05).wait()
-    event("x").set()
-
-
-def test_a_wait_ends_when_the_value_is_no_longer_wanted(a, b):
-    unwanted = threading.Event()
-    wait = a.agent.caller.start(a.find(b), Invocation(wait_for, ("go",)), None)
-    threading.Timer(0.1, unwanted.set).start()
-    with pytest.raises(CallTimeoutError):
-        wait(unwanted.is_set)
-    assert b.agent.callee.active == 1  # it runs on: the wait ended before the call
-    event("go").set()
-    assert eventually(lambda: a.agent.caller.active == b.agent.callee.active == 0)
-
-
 def test_a_call_that_is_abandoned_is_active_no_more(a, b):
     call = a.agent.caller.start(a.find(b), Invocation(wait_for, ("go",)), None)
     assert a.agent.caller.active == 1
@@ -333,54 +307,6 @@ def test_a_timeout_of_zero_is_none(a, b):
     assert future.wait() == "x"
 
 
-def test_an_rref_whose_creation_timed_out_says_so(a, b):
-    rref = a.remote(b, wait_for, "x", timeout=0.05)
-    assert eventually(lambda: rref._get_future().done())
-    with pytest.raises(CallTimeoutError, match=r"RRef creation via rpc\.remote timed out"):
-        rref.to_here()
-    event("x").set()
-
-
-def test_rrefs_in_a_reply_that_came_too_late_are_released(a, b):
-    def slow():
-        event("go").wait(WAIT)
-        return kept["rref"]
-
-    kept["rref"] = b.remote(b, add, 1, 2)
-    with pytest.raises(CallTimeoutError):
-        a.sync(b, slow, timeout=0.05)
-    future = a.future(b, slow, timeout=0.05)
-    with pytest.raises(CallTimeoutError):
-        future.wait()
-    event("go").set()
-    assert eventually(lambda: b.agent.callee.active == 0)
-    assert eventually(lambda: a.is_empty() and b.is_empty())
-
-
-def test_an_rref_lives_until_the_request_for_its_value_has_arrived(a, b, monkeypatch):
-    rref = a.remote(b, add, 1, 2)
-    assert rref.to_here() == 3
-    send, late = a.agent.caller._send, []
-
-    def send_later(to, frame):
-        if frame.kind is not Kind.FETCH:
-            return send(to, frame)
-        pending = PendingReply()
-        late.append(lambda: pending.follow(send(to, frame)))
-        return pending
-
-    monkeypatch.setattr(a.agent.caller, "_send", send_later)
-    with contextlib.suppress(CallTimeoutError):
-        rref.to_here(0.05)
-    del rref
-    a.agent.rrefs.flush()
-    assert not eventually(lambda: not b.table.owned, 0.2)
-    for each in late:
-        each()
-    del late[:], each
-    assert eventually(lambda: a.is_empty() and b.is_empty())
-
-
 def test_the_default_timeout_is_the_options(start):
     a = start("a", rpc_timeout=7)
     assert a.agent.resolve_timeout(-1) == 7
@@ -390,31 +316,6 @@ def test_the_default_timeout_is_the_options(start):
 
 
 # Threads
-
-
-def test_no_more_functions_run_at_a_time_than_there_are_threads(a, start):
-    b = start("b", num_worker_threads=2)
-    lock = threading.Lock()
-    now, most = 0, 0
-
-    def task():
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        time.sleep(0.005)
-        with lock:
-            now -= 1
-
-    kept["task"] = task
-    futures = [a.future(b, _run_kept) for _ in range(20)]
-    for future in futures:
-        future.wait()
-    assert most == 2
-
-
-def _run_kept():
-    kept["task"]()
 
 
 def test_an_async_function_holds_no_thread_while_it_waits(a, start):
@@ -533,95 +434,7 @@ def test_twenty_thousand_rrefs_leave_no_entries_and_no_growth(a, b):
     assert not any(a.transport._pending.values())
 
 
-def _complete(pending, outcome):
-    pending.complete(outcome)
-
-
-class SlowTransport(MemoryTransport):
-    """Deliver frames in any order, and lose some of those that only carry the protocol."""
-
-    random = random.Random(7)
-
-    def call(self, peer, frame):
-        if frame.kind is Kind.CONTROL and self.random.random() < 0.1:
-            lost = PendingReply()
-            lost.complete(Error(CallLostError("lost by the test")))
-            return lost
-        pending = PendingReply()
-        send = super().call
-
-        def later():
-            send(peer, frame).on_done(lambda outcome: _complete(pending, outcome))
-
-        threading.Timer(self.random.random() * 0.01, later).start()
-        return pending
-
-
-def test_whatever_the_order_of_frames_all_tables_end_up_empty(monkeypatch, start):
-    monkeypatch.setattr(sys.modules[__name__], "MemoryTransport", SlowTransport)
-    workers = [start(name) for name in "abc"]
-    errors = []
-
-    def work(worker, rnd):
-        rrefs = []
-        try:
-            for step in range(25):
-                to = rnd.choice(workers)
-                rrefs += [worker.remote(to, add, step, 1) for _ in range(2)]
-                some = rnd.sample(rrefs, min(3, len(rrefs)))
-                assert worker.sync(to, read_all, some) == [rref.to_here() for rref in some]
-                rrefs += worker.future(rnd.choice(workers), give_back, some).wait()
-                del rrefs[: rnd.randrange(5)]
-        except Exception as exc:
-            errors.append(exc)
-
-    threads = [
-        threading.Thread(target=work, args=(worker, random.Random(i)))
-        for i, worker in enumerate(workers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
-    gc.collect()
-    assert eventually(lambda: all(worker.is_empty() for worker in workers))
-
-
 # Deaths
-
-
-@pytest.mark.parametrize("func", [wait_for, later], ids=["blocked", "deferred"])
-@pytest.mark.parametrize("way", ["sync", "future", "remote"])
-def test_a_death_ends_the_calls_that_wait_for_it_at_once(a, b, func, way):
-    def call():
-        try:
-            if way == "sync":
-                a.sync(b, func, "never", timeout=60)
-            elif way == "future":
-                a.future(b, func, "never", timeout=60).wait()
-            else:
-                a.remote(b, func, "never", timeout=60).to_here()
-        except Exception as exc:
-            kept["error"] = exc
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    assert event("begun").wait(WAIT)
-    time.sleep(0.05)  # let to_here() get under way
-    b.die()
-    caller.join(WAIT)
-    error = kept["error"]
-    assert isinstance(error, WorkerDiedError)
-    assert (error.worker, error.cause) == ("b", "killed by the test")
-
-
-def test_a_loss_ends_a_call_of_which_the_transport_learns_nothing(a, b, monkeypatch):
-    monkeypatch.setattr(a.transport, "call", lambda peer, frame: PendingReply())
-    member = a.find(b)
-    threading.Timer(0.1, a.agent._apply, [[Change(0, "died", member, "silent")]]).start()
-    with pytest.raises(WorkerDiedError, match="silent"):
-        a.agent.caller.sync(member, Invocation(add, (1, 2)), WAIT)
 
 
 def test_calls_to_a_worker_that_is_gone_fail_at_once(a, b):
@@ -680,14 +493,6 @@ def test_a_leaving_worker_is_gone_before_shutdown_returns(a, b):
         a.sync("b", add, 1, 2)
 
 
-def test_a_leaving_worker_replies_first_to_the_calls_that_it_serves(a, b):
-    futures = [a.future(b, wait_for, "x") for _ in range(2)]
-    assert event("begun").wait(WAIT)
-    threading.Timer(0.2, event("x").set).start()
-    b.agent.shutdown()
-    assert [future.wait() for future in futures] == ["x", "x"]
-
-
 def test_a_reply_that_has_arrived_outlives_its_sender(a, b, monkeypatch):
     tasks: list[Any] = []
     monkeypatch.setattr(a.agent.caller, "threads", SimpleNamespace(submit=tasks.append))
@@ -697,15 +502,6 @@ def test_a_reply_that_has_arrived_outlives_its_sender(a, b, monkeypatch):
     for task in tasks:
         task()
     assert future.wait() == 3
-
-
-def test_a_leaving_worker_waits_for_no_function_that_stays(a, b, monkeypatch):
-    monkeypatch.setattr(agent, "REPLY_SECONDS", 0.1)
-    future = a.future(b, wait_for, "x")
-    assert event("begun").wait(WAIT)
-    b.agent.shutdown()
-    with pytest.raises(WorkerDiedError, match="it has left the group"):
-        future.wait()
 
 
 def test_a_name_can_be_taken_again(a, b, start):
@@ -744,47 +540,6 @@ def test_shutdown_ends_calls_under_way_and_may_be_called_twice(a, b):
     a.agent.shutdown()
     with pytest.raises(CallError, match="shut down on this worker"):
         future.wait()
-
-
-def test_shutdown_ends_blocking_calls_of_other_threads(a, b):
-    def call():
-        try:
-            a.sync(b, wait_for, "x", timeout=None)
-        except CallError as exc:
-            keep("error", exc)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    assert event("begun").wait(WAIT)
-    a.agent.shutdown()
-    caller.join(WAIT)
-    event("x").set()
-    assert "error" in kept
-
-
-def test_join_waits_for_calls_of_all_members(a, b):
-    future = a.future(b, wait_for, "x")
-    ends = []
-
-    def join(worker):
-        worker.agent.join(timeout=WAIT)
-        ends.append(worker.name)
-
-    threads = [threading.Thread(target=join, args=(worker,)) for worker in (a, b)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.1)
-    assert ends == []
-    event("x").set()
-    for thread in threads:
-        thread.join(WAIT)
-    assert sorted(ends) == ["a", "b"]
-    assert future.wait() == "x"
-
-
-def test_join_names_the_members_that_do_not_come(a, b):
-    with pytest.raises(GroupError, match="b"):
-        a.agent.join(timeout=0.2)
 
 
 def test_leaks_are_found_also_by_the_last_worker_that_looks(a, b, c):

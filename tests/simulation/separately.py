@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from simulation.mutation import Mutation, mutated
 from simulation.replacing import simulated
 from simulation.scenario import Scenario, run
@@ -59,7 +60,7 @@ def in_virtual_time(*helpers: str, seeds: int = 20) -> Callable[[Callable[..., N
             failure = _output("_show_test", file, test.__name__, arguments, helpers, seeds)
             assert not failure, failure
 
-        return run_separately
+        return pytest.mark.process(run_separately)
 
     return decorate
 

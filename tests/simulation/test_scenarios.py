@@ -51,6 +51,17 @@ REGRESSIONS = [
         ),
     ),
     (
+        "connection",
+        18534,
+        Mutation(
+            "the next time-out ends a connection whose reader was released too early",
+            "_transports.direct.reply_reader",
+            "                        stream.handled()  # while no other thread reads\n",
+            "\n",
+            (("self._complete(message, is_handled=True)", "self._complete(message)"),),
+        ),
+    ),
+    (
         "transport",
         0,
         Mutation(

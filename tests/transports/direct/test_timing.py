@@ -15,8 +15,6 @@ from rayrpc._protocol.transport import PendingReply
 from rayrpc._transports.direct import bulk_replies, server, stream, transport, wire
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
-pytestmark = pytest.mark.process
-
 WAIT_SECONDS = 300.0
 BULK_BYTES = 1000
 UNREAD_BYTES = 20_000
