@@ -36,8 +36,14 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self.autograd_context = _new_context()
-        return self.autograd_context._context_id()
+        self._contexts = contexts()
+        self.autograd_context = self._contexts.new(holder=self)
+        try:
+            self._contexts.open(self.autograd_context)
+            return self.autograd_context._context_id()
+        except BaseException:  # Ctrl-C, at any point
+            self._contexts.end(self.autograd_context)
+            raise
 
     def __exit__(
         self,
@@ -45,7 +51,11 @@ class context:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _release_context(self.autograd_context._context_id())
+        try:
+            _release_context(self.autograd_context._context_id())
+        except BaseException:
+            self._contexts.end(self.autograd_context)
+            raise
 
 
 def is_available() -> bool:
@@ -115,7 +125,10 @@ def _init(worker_id: int) -> None:
 
 
 def _new_context() -> DistAutogradContext:
-    return contexts().open()
+    found = contexts()
+    opened = found.new()
+    found.open(opened)
+    return opened
 
 
 def _release_context(context_id: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -50,12 +51,15 @@ class DistAutogradContext:
 
     Args:
         context_id (int): the context's id.
+        holder (object, optional): releases it; should an interrupt keep it from that, the context
+            is abandoned as soon as the holder is deleted.
 
     Source: ``torch.distributed.autograd.DistAutogradContext``.
     """
 
-    def __init__(self, context_id: int) -> None:
+    def __init__(self, context_id: int, holder: object = None) -> None:
         self.id = context_id
+        self._holder = None if holder is None else weakref.ref(holder)
         #: of messages that were sent and received, by the message's id
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Any] = {}
@@ -76,6 +80,11 @@ class DistAutogradContext:
         self._pending: list[LeafGradients] = []  # to be added to these
         self._accumulation = threading.Lock()
         self._error: Exception | None = None  # of an accumulation after the reply
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nothing will release it."""
+        return self._holder is not None and self._holder() is None
 
     # -- messages ---------------------------------------------------------------------------------
 

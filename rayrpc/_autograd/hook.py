@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
@@ -45,6 +45,9 @@ MAX_RELEASED = 4096
 NOTIFY_SECONDS = 0.02
 
 
+_T = TypeVar("_T")
+
+
 class _ThreadState(threading.local):
     context: DistAutogradContext | None = None
 
@@ -52,12 +55,23 @@ class _ThreadState(threading.local):
 _thread = _ThreadState()
 
 
+def _call_in(context: DistAutogradContext | None, function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function in a context, or in none; no interrupt keeps this thread in it."""
+    outer = _thread.context
+    try:
+        _thread.context = context
+        result = function(*args)
+    finally:
+        _thread.context = outer
+    return result
+
+
 class _UseContext:
-    """Set this thread's context, which may be none, and restore it at the end."""
+    """Set the context of a thread that serves a call, and restore it at the end."""
 
     __slots__ = ("_context", "_outer")
 
-    def __init__(self, context: DistAutogradContext | None) -> None:
+    def __init__(self, context: DistAutogradContext) -> None:
         self._context = context
 
     def __enter__(self) -> None:
@@ -93,8 +107,7 @@ class ContextFuture(Future):  # type: ignore[type-arg]
         context = self._context
 
         def run(done: Any) -> None:
-            with _UseContext(context):
-                callback(done)
+            _call_in(context, callback, done)
 
         super().add_done_callback(run)
 
@@ -129,20 +142,28 @@ class GradContexts(Hook):
 
     # -- contexts -----------------------------------------------------------------------------
 
-    def open(self) -> DistAutogradContext:
+    def new(self, holder: object = None) -> DistAutogradContext:
+        """Return a context that is to be opened.
+
+        Args:
+            holder: releases it; see ``DistAutogradContext``.
+        """
+        return DistAutogradContext(self._next_context(), holder)
+
+    def open(self, context: DistAutogradContext) -> None:
         """Open a context, and make it this thread's.
 
         Raises:
             RuntimeError: this thread has one.
         """
-        if _thread.context is not None:
-            found = _thread.context.id
-            raise RpcError(f"Already have an autograd context id for this thread: {found}")
-        context = DistAutogradContext(self._next_context())
+        found = _thread.context
+        if found is not None:
+            if not found.is_abandoned:
+                raise RpcError(f"Already have an autograd context id for this thread: {found.id}")
+            self.end(found)
         with self._lock:
             self._contexts[context.id] = context
         _thread.context = context
-        return context
 
     def current(self) -> DistAutogradContext:
         """Return this thread's context.
@@ -168,10 +189,14 @@ class GradContexts(Hook):
         Raises:
             RuntimeError: there is none.
         """
-        context = find_context(context_id)
+        self.end(find_context(context_id))
+
+    def end(self, context: DistAutogradContext) -> None:
+        """Release a context; do so again after an interrupt, which comes at any point."""
         if _thread.context is context:
             _thread.context = None
-        self._release(context, set())
+        self._forget(context)
+        self._end_and_notify(context, set())
 
     def receive_released(self, context_ids: list[int], by: int) -> None:
         """Release contexts that worker ``by`` has released, which called this one in them."""
@@ -184,10 +209,17 @@ class GradContexts(Hook):
                 self._release(context, {by})
 
     def _release(self, context: DistAutogradContext, informed: set[int]) -> None:
+        if self._forget(context):
+            self._end_and_notify(context, informed)
+
+    def _forget(self, context: DistAutogradContext) -> bool:
+        """Forget a context; return False if that was done before."""
         with self._lock:
-            if self._contexts.pop(context.id, None) is None:
-                return
             self._remember_released(context.id)
+            return self._contexts.pop(context.id, None) is not None
+
+    def _end_and_notify(self, context: DistAutogradContext, informed: set[int]) -> None:
+        """End the passes of a context, and notify the workers that were called in it."""
         for part in list(context.passes.values()):
             part.fail(RpcError(f"autograd context {context.id} was released"))
         for worker in context.known_workers - informed - {self._me}:
@@ -202,22 +234,26 @@ class GradContexts(Hook):
         """Notify a worker of a release: with the next call to it, or soon."""
         with self._lock:
             self._to_notify.setdefault(worker, []).append(context_id)
-            if self._notifies:
-                return
-            self._notifies = True
-        self._agent.submit(self._notify_late)
+            is_due = not self._notifies
+        if is_due:
+            self._agent.submit(self._notify_late)
 
     def _notify_late(self) -> None:
         """Notify workers that were not called for a while, until none is left."""
+        with self._lock:
+            if self._notifies:
+                return
+            self._notifies = True
         seen: dict[int, list[int]] = {}
-        while self._notifies:
+        goes_on = True
+        while goes_on:
             time.sleep(NOTIFY_SECONDS)
             with self._lock:
                 # the same list as the last time: no call has carried it
                 due = [w for w, ids in self._to_notify.items() if seen.get(w) is ids]
                 notices = [(worker, self._to_notify.pop(worker)) for worker in due]
                 seen = self._to_notify.copy()
-                self._notifies = bool(seen)
+                goes_on = self._notifies = bool(seen)
             for worker, context_ids in notices:
                 if self._agent.find(worker) is None:
                     continue
@@ -362,8 +398,8 @@ def call_without_context(
         timeout: in seconds; None: no limit.
     """
     agent = current.get_agent()
-    with _UseContext(None):
-        return agent.caller.future(agent.lookup(worker), Invocation(func, args), timeout)
+    call = Invocation(func, args)
+    return _call_in(None, agent.caller.future, agent.lookup(worker), call, timeout)
 
 
 def start_without_context(
@@ -375,10 +411,9 @@ def start_without_context(
         worker, func, args, timeout: as for ``call_without_context``.
     """
     agent = current.get_agent()
-    with _UseContext(None):
-        call = Invocation(func, args)
-        started: StartedCall = agent.caller.start(agent.lookup(worker), call, timeout)
-        return started
+    call = Invocation(func, args)
+    started: StartedCall = _call_in(None, agent.caller.start, agent.lookup(worker), call, timeout)
+    return started
 
 
 def _released(context_ids: list[int], by: int) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "Stopped",
     "Strategy",
     "current",
+    "signal_points",
 ]
 
 #: of the code that is simulated
@@ -478,7 +479,7 @@ class Scheduler:
         return self._trace_line
 
     def _count_point(self, me: SimulatedThread, frame: FrameType) -> None:
-        if frame.f_lasti in _signal_points(frame.f_code):
+        if frame.f_lasti in signal_points(frame.f_code):
             me.interrupt_after -= 1
             if me.interrupt_after:
                 return
@@ -560,7 +561,7 @@ def _is_finalizing(frame: FrameType | None) -> bool:
 
 
 @functools.cache
-def _signal_points(code: CodeType) -> frozenset[int]:
+def signal_points(code: CodeType) -> frozenset[int]:
     """Return the instructions before which Python runs the handlers of signals."""
     points = {0}
     before = ""

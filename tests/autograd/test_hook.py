@@ -1,0 +1,125 @@
+"""Contexts of a worker's threads: opened, released, and interrupted anywhere between."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulation.scheduler import signal_points
+
+from rayrpc import autograd
+from rayrpc._autograd import hook as hook_module
+from rayrpc._autograd.hook import GradContexts
+from rayrpc._runtime import current
+
+PEER = 1
+
+
+@pytest.fixture
+def tasks():
+    """What the agent was given to run in another thread."""
+    return []
+
+
+@pytest.fixture
+def hook(monkeypatch, tasks):
+    hook = GradContexts()
+    agent: Any = SimpleNamespace(
+        info=SimpleNamespace(id=0),
+        member=SimpleNamespace(epoch=0),
+        hooks=[hook],
+        submit=tasks.append,
+    )
+    hook.attach(agent)
+    monkeypatch.setattr(current, "get_agent", lambda: agent)
+    return hook
+
+
+def test_a_thread_has_one_context_at_a_time(hook):
+    with autograd.context() as context_id:
+        assert hook.current().id == context_id
+        with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+            with autograd.context():
+                pass
+        assert hook.current().id == context_id
+    assert not hook.wants()
+
+
+def test_one_of_the_private_interface_stays_until_it_is_released(hook):
+    opened = autograd._new_context()
+    with pytest.raises(RuntimeError, match="Already have an autograd context id"):
+        autograd._new_context()
+    autograd._release_context(opened._context_id())
+    assert not hook.wants()
+
+
+def interrupted(function, files, number):
+    """Raise KeyboardInterrupt where Python may run a signal's handler for the ``number``-th time.
+
+    Args:
+        function: is called.
+        files: in whose code.
+        number: from 1 on.
+
+    Returns:
+        Whether there are so many such places.
+    """
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in signal_points(frame.f_code):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
+
+
+def test_no_interrupt_leaves_a_thread_in_a_context_or_a_worker_unnotified(hook, tasks):
+    used = set()
+
+    def step():
+        with autograd.context() as context_id:
+            hook.current().known_workers.add(PEER)
+            used.add(context_id)
+
+    files = {__file__, autograd.__file__, hook_module.__file__}
+    number = 1
+    while interrupted(step, files, number):
+        step()
+        assert not hook.wants(), f"after an interrupt at point {number}"
+        assert not hook._contexts, f"after an interrupt at point {number}"
+        number += 1
+    assert number > 50
+    assert used <= set(hook._to_notify[PEER])
+    assert len(tasks) >= number
+
+
+def test_no_interrupt_of_a_callback_leaves_a_thread_in_the_context_of_its_call(hook):
+    context = hook.new()
+    hook._contexts[context.id] = context
+    ran = []
+
+    def complete():
+        future = hook_module.ContextFuture(context)
+        future.add_done_callback(lambda _: ran.append(hook.current()))
+        future.set_result(None)
+
+    number = 1
+    while interrupted(complete, {hook_module.__file__}, number):
+        assert not hook.wants(), f"after an interrupt at point {number}"
+        number += 1
+    assert number > 5 and ran[-1] is context
