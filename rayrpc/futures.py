@@ -177,7 +177,8 @@ def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
             done.acquire()
             self.add_done_callback(lambda _: done.release())
             release_reader()
-            done.acquire()
+            if not self.done():  # else torch may have swallowed an interrupt of the callback
+                done.acquire()
         return wait(self)
 
     return wait_until_done

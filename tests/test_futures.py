@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupting import interrupted
 
 from rayrpc import futures
 from rayrpc.futures import Future, collect_all, wait_all
@@ -93,6 +94,22 @@ def test_an_interrupt_ends_a_wait_in_the_main_thread(make):
     assert not future.done()
     threading.Timer(0.1, future.set_result, (2,)).start()
     assert future.wait() == 2
+
+
+class DoneMeanwhile(Future):
+    """A Future that is set as soon as somebody is about to wait for it."""
+
+    def add_done_callback(self, callback):
+        self.set_result(1)
+        super().add_done_callback(callback)  # which prints the errors of the callback
+
+
+def test_an_interrupt_as_it_becomes_done_does_not_keep_a_wait():
+    futures.extend_futures()
+    number = 1
+    while interrupted(lambda: DoneMeanwhile().wait(), {futures.__file__}, number):
+        number += 1
+    assert number > 5
 
 
 def test_extending_futures_again_changes_nothing():

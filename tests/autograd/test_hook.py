@@ -1,11 +1,10 @@
 """Contexts of a worker's threads: opened, released, and interrupted anywhere between."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from simulation.scheduler import signal_points
+from interrupting import interrupted
 
 from rayrpc import autograd
 from rayrpc._autograd import hook as hook_module
@@ -51,41 +50,6 @@ def test_one_of_the_private_interface_stays_until_it_is_released(hook):
         autograd._new_context()
     autograd._release_context(opened._context_id())
     assert not hook.wants()
-
-
-def interrupted(function, files, number):
-    """Raise KeyboardInterrupt where Python may run a signal's handler for the ``number``-th time.
-
-    Args:
-        function: is called.
-        files: in whose code.
-        number: from 1 on.
-
-    Returns:
-        Whether there are so many such places.
-    """
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_filename not in files:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode" and frame.f_lasti in signal_points(frame.f_code):
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return left <= 0
 
 
 def test_no_interrupt_leaves_a_thread_in_a_context_or_a_worker_unnotified(hook, tasks):

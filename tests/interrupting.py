@@ -1,0 +1,47 @@
+"""Ctrl-C at each point of a function, one after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from types import FrameType
+from typing import Any
+
+from simulation.scheduler import signal_points
+
+__all__ = ["interrupted"]
+
+
+def interrupted(function: Callable[[], object], files: Collection[str | None], number: int) -> bool:
+    """Raise KeyboardInterrupt where Python may run a signal's handler for the ``number``-th time.
+
+    Args:
+        function: is called.
+        files: in whose code.
+        number: from 1 on.
+
+    Returns:
+        Whether there are so many such places.
+    """
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in signal_points(frame.f_code):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left <= 0
