@@ -40,10 +40,11 @@ class context:
         self.autograd_context = self._contexts.new(holder=self)
         try:
             self._contexts.open(self.autograd_context)
-            return self.autograd_context._context_id()
+            context_id = self.autograd_context._context_id()
         except BaseException:  # Ctrl-C, at any point
             self._contexts.end(self.autograd_context)
             raise
+        return context_id
 
     def __exit__(
         self,

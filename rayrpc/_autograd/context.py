@@ -7,7 +7,9 @@ for leaves of this worker, and the passes under way.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -51,8 +53,7 @@ class DistAutogradContext:
 
     Args:
         context_id (int): the context's id.
-        holder (object, optional): releases it; should an interrupt keep it from that, the context
-            is abandoned as soon as the holder is deleted.
+        holder (object, optional): its ``__exit__`` releases it, unless an interrupt comes first.
 
     Source: ``torch.distributed.autograd.DistAutogradContext``.
     """
@@ -83,8 +84,11 @@ class DistAutogradContext:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nothing will release it."""
-        return self._holder is not None and self._holder() is None
+        """Whether an interrupt has kept its holder from releasing it."""
+        if self._holder is None:
+            return False
+        holder = self._holder()
+        return holder is None or _has_left(holder)
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -223,3 +227,14 @@ class DistAutogradContext:
 
     def _known_worker_ids(self) -> set[int]:
         return set(self.known_workers)
+
+
+def _has_left(holder: object) -> bool:
+    """Tell whether the exception that this thread handles was raised in an ``__exit__``."""
+    error = sys.exc_info()[1]
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_name == "__exit__" and frame.f_locals.get("self") is holder:
+                return True
+        error = error.__context__
+    return False

@@ -72,6 +72,24 @@ def test_no_interrupt_leaves_a_thread_in_a_context_or_a_worker_unnotified(hook, 
     assert len(tasks) >= number
 
 
+def test_a_context_can_be_opened_while_the_interrupt_of_another_ones_end_is_handled(hook):
+    def step():
+        with autograd.context():
+            pass
+
+    def step_again():
+        try:
+            step()
+        except KeyboardInterrupt:
+            step()
+
+    number = 1
+    while interrupted(step_again, {autograd.__file__, hook_module.__file__}, number):
+        assert not hook._contexts, f"after an interrupt at point {number}"
+        number += 1
+    assert number > 50
+
+
 def test_no_interrupt_of_a_callback_leaves_a_thread_in_the_context_of_its_call(hook):
     context = hook.new()
     hook._contexts[context.id] = context
