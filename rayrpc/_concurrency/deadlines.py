@@ -119,14 +119,16 @@ class DeadlineThread:
     ) -> None:
         self._on_expired = on_expired
         self._queue = DeadlineQueue(open_calls)
-        self._changed = threading.Condition(threading.Lock())
+        # taken by itself: Ctrl-C in ``Condition.__enter__``, which is Python, would leave it locked
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
         self._closed = False
 
     def start(self) -> None:
         """Start the thread now, so that it need not start in a call, which may be interrupted."""
-        with self._changed:
+        with self._lock:
             if self._thread is None:
                 self._wake_at(math.inf)
 
@@ -138,7 +140,7 @@ class DeadlineThread:
             timeout: in seconds from now.
         """
         due = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._queue.add(due, call_id, timeout)
@@ -147,7 +149,7 @@ class DeadlineThread:
 
     def close(self) -> None:
         """Remove all deadlines and end the thread; idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._queue.clear()
             self._changed.notify()
@@ -163,7 +165,7 @@ class DeadlineThread:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 expired = self._queue.take_expired(time.monotonic())
                 self._wakes_at = self._queue.next_due()
                 if not expired and not self._closed:

@@ -59,7 +59,9 @@ class ThreadCache:
         self._soft_limit = soft_limit
         self._idle_seconds = idle_seconds
         self._tasks: deque[Task] = deque()
-        self._changed = threading.Condition()
+        # taken by itself: Ctrl-C in ``Condition.__enter__``, which is Python, would leave it locked
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._idle = 0  # threads without a task
         self._count = 0  # threads
         self._started = 0  # threads so far
@@ -80,7 +82,7 @@ class ThreadCache:
         Raises:
             RuntimeError, MemoryError: the system starts no thread.
         """
-        with self._changed:
+        with self._lock:
             if self._watchdog is None:
                 self._start_watchdog()
 
@@ -95,7 +97,7 @@ class ThreadCache:
         """
         self._tasks.append(task)  # first: an interrupt of the wait for the lock does not lose it
         try:
-            with self._changed:
+            with self._lock:
                 if self._watchdog is None:
                     self._start_watchdog(task)
                 if self._idle >= len(self._tasks):
@@ -110,7 +112,7 @@ class ThreadCache:
 
     def close(self) -> None:
         """End the threads once the queue is empty; idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._is_watching.set()
@@ -145,7 +147,7 @@ class ThreadCache:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 while not self._tasks:
                     if self._closed:
                         self._count -= 1
@@ -172,7 +174,7 @@ class ThreadCache:
                 self._is_watching.wait()
             taken = self._taken
             time.sleep(STALL_SECONDS)
-            with self._changed:
+            with self._lock:
                 if not self._tasks:
                     self._is_watching.clear()
                     if self._tasks:  # just now, by a thread that does not hold the lock
