@@ -54,7 +54,7 @@ class context:
     ) -> None:
         try:
             _release_context(self.autograd_context._context_id())
-        except BaseException:
+        except BaseException:  # Ctrl-C, at any point
             self._contexts.end(self.autograd_context)
             raise
 

@@ -44,7 +44,6 @@ MAX_RELEASED = 4096
 # A release is sent with the next call to the worker, or alone after one to two times this.
 NOTIFY_SECONDS = 0.02
 
-
 _T = TypeVar("_T")
 
 
@@ -195,8 +194,7 @@ class GradContexts(Hook):
         """Release a context; do so again after an interrupt, which comes at any point."""
         if _thread.context is context:
             _thread.context = None
-        self._forget(context)
-        self._end_and_notify(context, set())
+        self._release(context, set(), again=True)
 
     def receive_released(self, context_ids: list[int], by: int) -> None:
         """Release contexts that worker ``by`` has released, which called this one in them."""
@@ -208,18 +206,14 @@ class GradContexts(Hook):
             if context is not None:
                 self._release(context, {by})
 
-    def _release(self, context: DistAutogradContext, informed: set[int]) -> None:
-        if self._forget(context):
-            self._end_and_notify(context, informed)
-
-    def _forget(self, context: DistAutogradContext) -> bool:
-        """Forget a context; return False if that was done before."""
+    def _release(
+        self, context: DistAutogradContext, informed: set[int], again: bool = False
+    ) -> None:
         with self._lock:
+            is_first = self._contexts.pop(context.id, None) is not None
             self._remember_released(context.id)
-            return self._contexts.pop(context.id, None) is not None
-
-    def _end_and_notify(self, context: DistAutogradContext, informed: set[int]) -> None:
-        """End the passes of a context, and notify the workers that were called in it."""
+        if not (is_first or again):
+            return
         for part in list(context.passes.values()):
             part.fail(RpcError(f"autograd context {context.id} was released"))
         for worker in context.known_workers - informed - {self._me}:

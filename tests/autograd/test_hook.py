@@ -84,7 +84,7 @@ def test_a_context_can_be_opened_while_the_interrupt_of_another_ones_end_is_hand
             step()
 
     number = 1
-    while interrupted(step_again, {autograd.__file__, hook_module.__file__}, number):
+    while interrupted(step_again, {__file__, autograd.__file__, hook_module.__file__}, number):
         assert not hook._contexts, f"after an interrupt at point {number}"
         number += 1
     assert number > 50
