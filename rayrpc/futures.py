@@ -22,6 +22,7 @@ from torch.futures import Future, collect_all
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import Event
 
 __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
@@ -50,7 +51,7 @@ def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     if not futures:
         return []
     lock = threading.Lock()
-    done = threading.Event()
+    done = Event()
     left = len(futures)
     errors: list[BaseException] = []
 
@@ -62,11 +63,15 @@ def wait_all(futures: Iterable[Future[T]]) -> list[T]:
             errors.append(exc)
         with lock:
             left -= 1
-            if errors or not left:
-                done.set()
+            is_done = bool(errors) or not left
+        if is_done:
+            done.set()
 
     for future in futures:
-        future.add_done_callback(completed)
+        if future.done():  # torch would swallow an interrupt of the callback
+            completed(future)
+        else:
+            future.add_done_callback(completed)
     if not done.is_set():
         release_reader()
         done.wait()

@@ -18,6 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from rayrpc._autograd.edges import edge_at
+from rayrpc._concurrency.waiting import Notifier
 
 __all__ = [
     "LeafGradients",
@@ -38,22 +39,35 @@ class _Claims:
     """Leaves whose ``.grad`` or hooks a thread changes for a moment; others wait for them."""
 
     def __init__(self) -> None:
-        self._claimed: set[int] = set()  # ids
-        self._changed = threading.Condition()
+        self._claimed: dict[int, object] = {}  # by the leaf's id: who has claimed it
+        self._lock = threading.Lock()
+        self._changed = Notifier()
 
-    def claim(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Wait until no other thread has any of these, and take all."""
-        ids = set(map(id, leaves))
-        with self._changed:
-            while not self._claimed.isdisjoint(ids):
-                self._changed.wait()
-            self._claimed |= ids
+    def claim(self, leaves: Sequence[torch.Tensor], by: object) -> None:
+        """Wait until nobody has any of these, and take all.
 
-    def release(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Let others have them."""
-        with self._changed:
-            self._claimed.difference_update(map(id, leaves))
-            self._changed.notify_all()
+        Args:
+            leaves: to take.
+            by: for whom.
+        """
+        claims = dict.fromkeys(map(id, leaves), by)
+
+        def take() -> bool:
+            with self._lock:
+                if not self._claimed.keys().isdisjoint(claims):
+                    return False
+                self._claimed.update(claims)
+            return True
+
+        self._changed.wait_until(take)
+
+    def release(self, leaves: Sequence[torch.Tensor], by: object) -> None:
+        """Let others have those of the leaves that were claimed by ``by``."""
+        with self._lock:
+            for leaf in leaves:
+                if self._claimed.get(id(leaf)) is by:
+                    del self._claimed[id(leaf)]
+        self._changed.notify_all()
 
 
 _claims = _Claims()
@@ -169,11 +183,13 @@ class isolated_leaves:
             handle.remove()
         for node in list(self._replaced):  # a hook failed
             self._restore(node)
+        if exc[0] is not None:  # perhaps just when it had claimed a leaf
+            _claims.release([node.variable for node in self._nodes], self)
 
     def _before(self, node: Any, gradients: Any) -> None:
         if self._is_ours():
             leaf = node.variable
-            _claims.claim([leaf])
+            _claims.claim([leaf], self)
             self._replaced[node] = leaf.grad
             leaf.grad = None
 
@@ -187,7 +203,7 @@ class isolated_leaves:
     def _restore(self, node: Any) -> None:
         leaf = node.variable
         leaf.grad = self._replaced.pop(node)
-        _claims.release([leaf])
+        _claims.release([leaf], self)
 
 
 @contextlib.contextmanager
@@ -272,18 +288,20 @@ def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.T
 def _run_claimed(
     gradients: dict[Any, torch.Tensor], leaves: list[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    _claims.claim(leaves)
-    before = [leaf.grad for leaf in leaves]
+    before: list[torch.Tensor | None] = []
     try:
+        _claims.claim(leaves, by=before)
+        before.extend(leaf.grad for leaf in leaves)
         for leaf in leaves:
             leaf.grad = None
         with _suspended_hooks(leaves):
             torch.autograd.backward([edge_at(node) for node in gradients], list(gradients.values()))
         return {leaf: _unshared(leaf.grad) for leaf in leaves if leaf.grad is not None}
     finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
-        _claims.release(leaves)
+        if len(before) == len(leaves):  # else it was interrupted before it has changed one
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+        _claims.release(leaves, by=before)
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ The engine's thread blocks in a waiting node.  Two rules make that safe:
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from rayrpc._autograd.accumulate import isolated_leaves
 from rayrpc._autograd.edges import edge_at
 from rayrpc._autograd.engine import run_engine, run_id
 from rayrpc._autograd.functions import ANCHOR, running
+from rayrpc._concurrency.waiting import Notifier
 from rayrpc.errors import RpcError
 
 __all__ = ["Leave", "WholeRun"]
@@ -76,22 +76,20 @@ class WholeRun:
         self._left: set[Any] = set()  # those of the exits that have run
         self._leaves = leaves
         self._leave = leave
-        self._changed = threading.Condition()
+        self._changed = Notifier()
         self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}
         self._is_aborted = False
         self._id: int | None = None  # of the run of the engine
 
     def add_gradients(self, message_id: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients of a message's tensors; None for one that was not used."""
-        with self._changed:
-            self._arrived[message_id] = gradients
-            self._changed.notify_all()
+        self._arrived[message_id] = gradients
+        self._changed.notify_all()
 
     def abort(self) -> None:
         """Fail the run where it waits next."""
-        with self._changed:
-            self._is_aborted = True
-            self._changed.notify_all()
+        self._is_aborted = True
+        self._changed.notify_all()
 
     def run(self, retain: bool, is_captured: bool) -> dict[Any, torch.Tensor]:
         """Run all nodes; return the gradients of leaves, by node.
@@ -131,9 +129,8 @@ class WholeRun:
 
     def begun(self) -> None:
         """Note the number of the engine's run, of which this thread runs the first node."""
-        with self._changed:
-            self._id = run_id()
-            self._changed.notify_all()
+        self._id = run_id()
+        self._changed.notify_all()
 
     def arrived(self, message_id: int, slot: int) -> torch.Tensor | None:
         """Return the gradient of a sent tensor."""
@@ -150,17 +147,16 @@ class WholeRun:
         Raises:
             RuntimeError: the run was aborted.
         """
-        with self._changed:
-            while message_id not in self._arrived:
-                if self._is_aborted:
-                    raise RpcError("the backward pass has ended")
-                if torch.cuda.is_initialized() and self._has_more_to_run(message_id):
-                    self._changed.release()
-                    _let_devices_run()
-                    self._changed.acquire()
-                    self._changed.wait(DEVICE_SECONDS)
-                else:
-                    self._changed.wait(CHECK_SECONDS)
+        while message_id not in self._arrived:
+            if self._is_aborted:
+                raise RpcError("the backward pass has ended")
+            seconds = CHECK_SECONDS
+            if torch.cuda.is_initialized() and self._has_more_to_run(message_id):
+                _let_devices_run()
+                seconds = DEVICE_SECONDS
+            self._changed.wait_until(
+                lambda: message_id in self._arrived or self._is_aborted, seconds
+            )
 
     def _has_more_to_run(self, message_id: int) -> bool:
         """Tell whether receive functions will run without the gradients of this message."""
@@ -169,9 +165,8 @@ class WholeRun:
 
     def _is_in_run(self) -> bool:
         """Tell whether a hook was called by this run, and not by another one of the same nodes."""
-        with self._changed:
-            # a thread of an accelerator may be faster than the first node
-            self._changed.wait_for(lambda: self._id is not None, CHECK_SECONDS)
+        # a thread of an accelerator may be faster than the first node
+        self._changed.wait_until(lambda: self._id is not None, CHECK_SECONDS)
         return run_id() == self._id
 
     def _make_waiting_nodes(self) -> torch.Tensor | None:

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Collection
 
 from rayrpc._concurrency.threads import start_thread
+from rayrpc._concurrency.waiting import MAX_WAIT_SECONDS, Notifier
 
 __all__ = ["Deadline", "DeadlineQueue", "DeadlineThread"]
 
 logger = logging.getLogger(__name__)
 
-# Locks and conditions refuse to wait longer.
-MAX_WAIT_SECONDS = min(threading.TIMEOUT_MAX, 1e9)
 # A queue is cleaned when it is longer than twice the number of open calls plus this.
 MAX_ENDED_CALLS = 1024
 
@@ -119,18 +118,22 @@ class DeadlineThread:
     ) -> None:
         self._on_expired = on_expired
         self._queue = DeadlineQueue(open_calls)
-        # taken by itself: Ctrl-C in ``Condition.__enter__``, which is Python, would leave it locked
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = Notifier()
         self._thread: threading.Thread | None = None
+        self._is_running = False
         self._wakes_at = math.inf
         self._closed = False
 
     def start(self) -> None:
         """Start the thread now, so that it need not start in a call, which may be interrupted."""
         with self._lock:
-            if self._thread is None:
-                self._wake_at(math.inf)
+            if self._is_running:
+                return
+            self._is_running = True
+        thread = start_thread(self._run, "rayrpc-timers", "calls do not time out")
+        self._thread = thread
+        self._is_running = thread is not None
 
     def add(self, call_id: int, timeout: float) -> None:
         """Watch an open call.
@@ -144,37 +147,37 @@ class DeadlineThread:
             if self._closed:
                 return
             self._queue.add(due, call_id, timeout)
-            if due < self._wakes_at:
-                self._wake_at(due)
+            is_first = due < self._wakes_at
+        if not self._is_running:  # it could not be started before
+            self.start()
+        if is_first:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Remove all deadlines and end the thread; idempotent."""
         with self._lock:
             self._closed = True
             self._queue.clear()
-            self._changed.notify()
-
-    def _wake_at(self, due: float) -> None:
-        if self._thread is not None:
-            self._changed.notify()
-            self._wakes_at = due  # after that: an interrupt may come between
-            return
-        self._thread = start_thread(self._run, "rayrpc-timers", "calls do not time out")
-        if self._thread is not None:  # else the next call tries again
-            self._wakes_at = due
+        self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                expired = self._queue.take_expired(time.monotonic())
-                self._wakes_at = self._queue.next_due()
-                if not expired and not self._closed:
-                    seconds = max(0.0, self._wakes_at - time.monotonic())
-                    self._changed.wait(min(seconds, MAX_WAIT_SECONDS))
                 if self._closed:
                     return
+                expired = self._queue.take_expired(time.monotonic())
+                self._wakes_at = self._queue.next_due()
+            if not expired:
+                seconds = max(0.0, self._wakes_at - time.monotonic())
+                self._changed.wait_until(self._is_due_before, min(seconds, MAX_WAIT_SECONDS))
             for call_id, timeout in expired:
                 try:
                     self._on_expired(call_id, timeout)
                 except Exception:
                     logger.exception("error in the callback of an expired deadline")
+
+    def _is_due_before(self) -> bool:
+        """Tell whether the thread has to wake before it was to."""
+        with self._lock:
+            result = self._closed or self._queue.next_due() < self._wakes_at
+        return result

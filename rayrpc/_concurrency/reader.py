@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,9 +217,10 @@ class ReaderWatchdog:
     def __init__(self, maintenance: Callable[[], None] = lambda: None) -> None:
         self._maintenance = maintenance
         self._last_serial: dict[ReaderRole, int] = {}
-        self._awake = threading.Event()
+        # wakes the thread; in C, as an interrupt must not come between
+        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._is_running = False
         self._closed = False
         self.is_asleep = True
 
@@ -232,22 +234,28 @@ class ReaderWatchdog:
         with self._lock:
             self._last_serial.pop(role, None)
 
+    def start(self) -> None:
+        """Start the thread now, so that it need not start in a call, which may be interrupted."""
+        with self._lock:
+            if self._is_running:
+                return
+            self._is_running = True
+        thread = start_thread(self._run, "rayrpc-watch", "a call may delay others")
+        self._is_running = thread is not None
+
     def wake(self) -> None:
         """Check the roles every tick."""
+        if not self._is_running:  # if it cannot be started, the next message tries again
+            self.start()
         with self._lock:
-            self.is_asleep = False
-            if self._thread is None:
-                otherwise = "a call may delay others"
-                self._thread = start_thread(self._run, "rayrpc-watch", otherwise)
-                if self._thread is None:
-                    self.is_asleep = True  # the next message tries again
-                    return
-        self._awake.set()
+            if self._is_running:
+                self._wake_ups.put(None)
+                self.is_asleep = False
 
     def close(self) -> None:
         """End the thread."""
         self._closed = True
-        self._awake.set()
+        self._wake_ups.put(None)
 
     def _run(self) -> None:
         quiet = 0
@@ -266,11 +274,16 @@ class ReaderWatchdog:
             quiet += 1
             if quiet < QUIET_TICKS:
                 continue
-            self._awake.clear()
-            self.is_asleep = True
-            if not self._check():  # a reader may have seen us awake, and not have woken us
-                self._awake.wait(MAINTENANCE_SECONDS)
-            self.is_asleep = False
+            with self._lock:
+                self.is_asleep = True
+                while not self._wake_ups.empty():
+                    self._wake_ups.get()
+            # a reader may have seen us awake, and not have woken us
+            if not self._check() and not self._closed:
+                with contextlib.suppress(queue.Empty):
+                    self._wake_ups.get(timeout=MAINTENANCE_SECONDS)
+            with self._lock:
+                self.is_asleep = False
             quiet = 0
 
     def _check(self) -> bool:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["Slots", "ThreadCache", "start_thread"]
+from rayrpc._concurrency.waiting import Notifier
+
+__all__ = ["Slots", "ThreadCache", "new_thread", "start_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +20,27 @@ Task = Callable[[], object]
 
 # If no thread takes a queued task for this long, another thread starts.
 STALL_SECONDS = 0.005
+
+
+def new_thread(run: Task, name: str) -> threading.Thread:
+    """Return a daemon thread whose ``start`` does not wait until it runs.
+
+    Python's waits, in Python code, in which Ctrl-C may leave the new thread waiting for ever; and
+    the new thread may collect garbage first, and run a finalizer that waits for its starter.
+
+    Args:
+        run: its function.
+        name: its name.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    started: Any = getattr(thread, "_started", None)  # an Event of threading
+    if started is not None:
+        started.wait = _return_at_once
+    return thread
+
+
+def _return_at_once(timeout: float | None = None) -> bool:
+    return True
 
 
 def start_thread(run: Task, name: str, otherwise: str | None) -> threading.Thread | None:
@@ -30,7 +54,7 @@ def start_thread(run: Task, name: str, otherwise: str | None) -> threading.Threa
     Returns:
         None if it could not be started; later it may.
     """
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = new_thread(run, name)
     try:
         thread.start()
     except (RuntimeError, MemoryError) as exc:
@@ -44,8 +68,9 @@ class ThreadCache:
     """Run tasks in daemon threads; a task that blocks does not block the tasks after it.
 
     A callback may block on the result of another call, whose callback must then run: a pool of
-    fixed size would deadlock.  So the pool grows whenever its queue makes no progress.  While the
-    system starts no more threads, tasks stay in the queue, and the watchdog tries again.
+    fixed size would deadlock.  So the pool grows whenever its queue makes no progress.  Its
+    watchdog starts the threads, as no interrupt comes between what it does.  While the system
+    starts no more threads, tasks stay in the queue, and the watchdog tries again.
 
     Args:
         name (str): prefix of the threads' names.
@@ -59,15 +84,16 @@ class ThreadCache:
         self._soft_limit = soft_limit
         self._idle_seconds = idle_seconds
         self._tasks: deque[Task] = deque()
-        # taken by itself: Ctrl-C in ``Condition.__enter__``, which is Python, would leave it locked
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._added = Notifier()  # for idle threads
         self._idle = 0  # threads without a task
         self._count = 0  # threads
         self._started = 0  # threads so far
         self._taken = 0  # tasks so far
         self._watchdog: threading.Thread | None = None
-        self._is_watching = threading.Event()
+        self._is_watching = False  # the watchdog looks at the queue again soon
+        # wakes the watchdog; in C, as an interrupt must not come between
+        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_short = False  # the last thread could not be started
         self._closed = False
 
@@ -82,9 +108,8 @@ class ThreadCache:
         Raises:
             RuntimeError, MemoryError: the system starts no thread.
         """
-        with self._lock:
-            if self._watchdog is None:
-                self._start_watchdog()
+        if self._watchdog is None:
+            self._start_watchdog()
 
     def submit(self, task: Task) -> None:
         """Run a task in one of the threads.
@@ -98,89 +123,109 @@ class ThreadCache:
         self._tasks.append(task)  # first: an interrupt of the wait for the lock does not lose it
         try:
             with self._lock:
-                if self._watchdog is None:
-                    self._start_watchdog(task)
-                if self._idle >= len(self._tasks):
-                    self._changed.notify()
-                elif self._count < self._soft_limit and self._start():
-                    return
-                elif not self._is_watching.is_set():
-                    self._is_watching.set()
+                is_watched = self._watchdog is not None
+                is_taken = self._idle >= len(self._tasks)
+                is_needed = self._count < self._soft_limit or not self._is_watching
+            if not is_watched:
+                self._start_watchdog(task)
+            if is_taken:
+                self._added.notify()
+            elif is_needed:
+                self._wake_ups.put(None)
         except BaseException:  # an interrupt: the watchdog sees to the task
-            self._is_watching.set()
+            self._wake_ups.put(None)
             raise
 
     def close(self) -> None:
         """End the threads once the queue is empty; idempotent."""
-        with self._lock:
-            self._closed = True
-            self._changed.notify_all()
-        self._is_watching.set()
+        self._closed = True
+        self._wake_ups.put(None)
+        self._added.notify_all()
 
     def _start_watchdog(self, task: Task | None = None) -> None:
-        """Start it, with the lock held; if it cannot start, the next task tries again.
+        """Start it; if it cannot start, the next task tries again.
 
         Args:
             task: taken back where no thread starts at all.
         """
-        watchdog = threading.Thread(target=self._watch, name=f"{self._name}-watchdog", daemon=True)
+        watchdog = new_thread(self._watch, f"{self._name}-watchdog")
+        with self._lock:
+            if self._watchdog is not None:
+                return
+            self._watchdog = watchdog
         try:
             watchdog.start()
         except (RuntimeError, MemoryError):
-            if not self._count and not self._start():
+            self._watchdog = None
+            if not self._closed and not self._count and not self._start():
                 if task is not None:
                     self._tasks.remove(task)
                 raise
-        else:
-            self._watchdog = watchdog
 
     def _start(self) -> bool:
-        """Start a thread, with the lock held; return False if the system starts none."""
-        name = f"{self._name}-{self._started + 1}"
+        """Start a thread; return False if the system starts none."""
+        with self._lock:
+            self._count += 1
+            self._started += 1
+            name = f"{self._name}-{self._started}"
         otherwise = None if self._is_short else f"tasks of {self._name} wait"
         self._is_short = start_thread(self._run, name, otherwise) is None
         if self._is_short:
-            return False
-        self._count += 1
-        self._started += 1
-        return True
+            with self._lock:
+                self._count -= 1
+                self._started -= 1
+        return not self._is_short
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                while not self._tasks:
-                    if self._closed:
-                        self._count -= 1
-                        return
-                    self._idle += 1
-                    notified = self._changed.wait(self._idle_seconds)
-                    self._idle -= 1
-                    if not notified and not self._tasks:
-                        self._count -= 1
-                        return
-                task: Task | None = self._tasks.popleft()
-                self._taken += 1
+        while (task := self._next()) is not None:
             try:
-                task()  # type: ignore[misc]
+                task()
             except BaseException:
                 with contextlib.suppress(BaseException):  # an error may fail to be shown
                     logger.exception("error in a task of %s", self._name)
-            task = None  # an idle thread must not keep the task's objects alive
+            del task  # an idle thread must not keep the task's objects alive
+
+    def _next(self) -> Task | None:
+        """Return the next task; None: the thread ends."""
+        was_idle = has_timed_out = False
+        while True:
+            with self._lock:
+                self._idle -= was_idle
+                if self._tasks:
+                    self._taken += 1
+                    task = self._tasks.popleft()
+                    return task
+                if self._closed or has_timed_out:
+                    self._count -= 1
+                    return None
+                self._idle += 1
+            was_idle = True
+            has_timed_out = not self._added.wait_until(self._has_more, self._idle_seconds)
+
+    def _has_more(self) -> bool:
+        return bool(self._tasks) or self._closed
 
     def _watch(self) -> None:
         """Start a thread whenever tasks are queued and no thread takes one."""
-        while self._tasks or not self._closed:
-            if not self._closed:  # a task may be submitted after ``close``
-                self._is_watching.wait()
-            taken = self._taken
-            time.sleep(STALL_SECONDS)
+        while True:
             with self._lock:
-                if not self._tasks:
-                    self._is_watching.clear()
-                    if self._tasks:  # just now, by a thread that does not hold the lock
-                        self._is_watching.set()
-                elif taken == self._taken and self._idle == 0:
-                    self._start()
+                if self._closed and not self._tasks:
+                    self._watchdog = None  # another task starts another one
+                    return
+                taken = self._taken
+                self._is_watching = bool(self._tasks)  # else the next task wakes this thread
+            stalled = False
+            seconds = STALL_SECONDS if self._is_watching or self._closed else None
+            try:
+                self._wake_ups.get(timeout=seconds)
+            except queue.Empty:
+                stalled = taken == self._taken
+            if not self._tasks:
+                continue
+            if self._idle:
+                self._added.notify()  # an interrupt may have come before it
+            elif stalled or self._count < self._soft_limit:
+                self._start()
 
 
 class Slots:

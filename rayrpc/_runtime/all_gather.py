@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import Event
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import GroupError, WorkerDiedError
@@ -34,7 +35,7 @@ class AllGatherStates:
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
+        self.proceed_signal = Event()
 
 
 _all_gather_dict_lock = threading.RLock()

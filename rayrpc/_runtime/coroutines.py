@@ -22,6 +22,8 @@ from typing import Any
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value
 from rayrpc._concurrency.reader import on_block
+from rayrpc._concurrency.threads import new_thread
+from rayrpc._concurrency.waiting import Event
 
 __all__ = ["Coroutines", "stepwise"]
 
@@ -45,7 +47,7 @@ class Coroutines:
         self._current: _Loop | None = None
         self._loops: set[_Loop] = set()
         self._guard: threading.Thread | None = None
-        self._waiting = threading.Event()
+        self._waiting = Event()
         self._taken = 0
         self._closed = False
 
@@ -82,7 +84,7 @@ class Coroutines:
 
     def _start_guard(self) -> None:
         if self._guard is None:
-            guard = threading.Thread(target=self._watch, name=f"{self._name}-guard", daemon=True)
+            guard = new_thread(self._watch, f"{self._name}-guard")
             guard.start()
             self._guard = guard
 
@@ -150,7 +152,7 @@ class _Loop:
         self._is_ended = False
         self._loop = asyncio.new_event_loop()
         try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+            new_thread(self._run, name).start()
         except RuntimeError:
             self._loop.close()
             raise

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import fresh
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import Notifier
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc.errors import RpcError, WorkerDiedError
@@ -54,10 +54,11 @@ class Members:
         self._fetch = fetch
         self._on_joined = on_joined
         self._on_left = on_left
-        self._changed = threading.Condition()
+        self._changed = Notifier()
+        self._changes = threading.RLock()  # held by the thread that adds or removes a member
         #: by id: how often it was used before, as far as this worker knows; it never falls
         self.epochs = {member.id: member.epoch for member in members}
-        self._changing = 0  # the thread that adds or removes a member; 0: none
+        self._is_changing = False
         self._by_id = {member.id: member for member in members}
         self._by_name = {member.name: member for member in self._by_id.values()}
         self._deaths: dict[str, WorkerDiedError] = {}  # by token
@@ -184,27 +185,22 @@ class Members:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[bool]:
-        """Have this thread alone change the members; no lock is held meanwhile.
+        """Have this thread alone change the members.
 
         Yields:
             True if this thread does already: a finalizer has come between.
         """
-        me = threading.get_ident()
-        with self._changed:
-            while self._changing not in (0, me):
-                self._changed.wait()
-            outer, self._changing = self._changing, me
-        try:
-            yield outer == me
-        finally:
-            with self._changed:
-                self._changing = outer
+        with self._changes:
+            outer, self._is_changing = self._is_changing, True
+            try:
+                yield outer
+            finally:
+                self._is_changing = outer
                 self._changed.notify_all()
 
     def notify(self) -> None:
         """Have ``wait_until`` check its condition."""
-        with self._changed:
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
         """Wait until ``ready()``; it is checked whenever ``notify`` is called.
@@ -216,14 +212,7 @@ class Members:
         Returns:
             False if it did not become true in time.
         """
-        deadline = Deadline(timeout)
-        with self._changed:
-            if ready():
-                return True
+        if ready():
+            return True
         release_reader()
-        with self._changed:
-            while not ready():
-                if deadline.expired:
-                    return False
-                self._changed.wait(deadline.remaining())
-        return True
+        return bool(self._changed.wait_until(ready, timeout))

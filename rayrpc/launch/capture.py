@@ -43,6 +43,7 @@ import threading
 from typing import NoReturn
 
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import Event, Notifier
 from rayrpc.launch.stacks import python_stacks
 
 __all__ = [
@@ -89,10 +90,11 @@ class Capture:
     def __init__(self, address: str, name: str) -> None:
         self._name = name
         self._main = threading.get_ident()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Notifier()
         self._asked = self._answered = 0
         self._stalled = self._closed = False
-        self._last = threading.Event()  # children have closed the output, too
+        self._last = Event()  # children have closed the output, too
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         pipes = []
         try:
@@ -165,7 +167,7 @@ class Capture:
 
     def _wait_until_shown(self) -> None:
         release_reader()
-        with self._changed:
+        with self._lock:
             if self._stalled or self._closed:
                 return
             self._asked += 1
@@ -174,11 +176,12 @@ class Capture:
                 self._socket.sendall(SYNC)
             except OSError:
                 return
-            done = self._changed.wait_for(
-                lambda: self._answered >= ticket or self._closed or self._stalled, SYNC_SECONDS
-            )
-            if not done:
-                self._stalled = True  # until it answers, no other call waits for it
+        done = self._changed.wait_until(
+            lambda: self._answered >= ticket or self._closed or self._stalled, SYNC_SECONDS
+        )
+        if not done:
+            with self._lock:  # until it answers, no other call waits for it
+                self._stalled = self._answered < ticket
 
     def _serve(self) -> None:
         """Handle what the collector sends."""
@@ -187,13 +190,13 @@ class Capture:
                 received = self._socket.recv(64)
             except OSError:
                 received = b""
-            with self._changed:
+            with self._lock:
                 if not received:
                     self._closed = True
                 self._answered += received.count(SYNC)
                 if self._answered >= self._asked:
                     self._stalled = False
-                self._changed.notify_all()
+            self._changed.notify_all()
             if not received or LAST in received:
                 self._last.set()
             if not received:

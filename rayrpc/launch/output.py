@@ -21,6 +21,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.waiting import Notifier
 from rayrpc.launch.collector import Collector
 from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, STATUS, Display, Text
 from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
@@ -51,7 +52,8 @@ class Output:
         self._display = Display(prefixes)
         self._display_lock = threading.Lock()
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Notifier()
         self._noted: dict[bytes | None, set[str]] = {BEGIN: set(), END: set(), STACKS_SHOWN: set()}
         #: by worker, what it has given to ``os._exit``
         self.exit_statuses: dict[str, int] = {}
@@ -102,12 +104,12 @@ class Output:
         self._show([Text(worker, 0, END) for worker in workers])
 
     def _show(self, texts: list[Text]) -> None:
-        with self._changed:
+        with self._lock:
             self._showing += 1
         with self._display_lock:
             # in an empty context, a notebook shows them in the cell that runs
             contextvars.Context().run(self._display.show, texts)
-        with self._changed:
+        with self._lock:
             self._showing -= 1
             self._shown_at = time.monotonic()
             for worker, fd, note in texts:
@@ -115,20 +117,21 @@ class Output:
                     self.exit_statuses[worker] = int(note)
                 elif fd == 0:
                     self._noted[note].add(worker)
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def _wait(self, note: bytes, workers: Iterable[str], deadline: Deadline) -> None:
         """Wait until all of some workers that have begun have a note."""
         wanted = set(workers)
-        with self._changed:
-            while self._lacks(note, wanted) and not deadline.expired:
-                stalled = time.monotonic() - self._shown_at > STALL_SECONDS
-                if stalled and not self._showing:
-                    return
-                self._changed.wait(deadline.within(STEP_SECONDS))
 
-    def _lacks(self, note: bytes, workers: set[str]) -> set[str]:
-        return workers & self._noted[BEGIN] - self._noted[note] - self._noted[END]
+        def has_ended() -> bool:
+            with self._lock:
+                lacking = wanted & self._noted[BEGIN] - self._noted[note] - self._noted[END]
+                is_stalled = time.monotonic() - self._shown_at > STALL_SECONDS
+                return not lacking or (is_stalled and not self._showing)
+
+        while not deadline.expired:
+            if self._changed.wait_until(has_ended, deadline.within(STEP_SECONDS)):
+                return
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -143,8 +146,7 @@ class Output:
         """
         if os.getpid() == self._pid:  # a forked child has not this one's threads
             deadline = Deadline(timeout)
-            with self._changed:
-                self._shown_at = time.monotonic()
+            self._shown_at = time.monotonic()
             self._wait(END, workers, deadline)
 
     def show_stacks(self, workers: Iterable[str], timeout: float) -> None:

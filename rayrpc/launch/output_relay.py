@@ -7,7 +7,6 @@ only then the collector reads on.  Torch is never imported here.
 from __future__ import annotations
 
 import queue
-import threading
 
 import ray
 
@@ -30,7 +29,7 @@ class OutputRelay:
     def __init__(self, by_line: bool, count: int) -> None:
         end_with_raylet()
         self._batches: queue.SimpleQueue[list[Text]] = queue.SimpleQueue()
-        self._shown = threading.Semaphore(0)
+        self._shown: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._given = False
         self._collector = Collector(self._deliver, by_line, count)
 
@@ -39,7 +38,7 @@ class OutputRelay:
 
     def _deliver(self, batch: list[Text]) -> None:
         self._batches.put(batch)
-        self._shown.acquire()
+        self._shown.get()
 
     @ray.method(concurrency_group="system")
     def address(self) -> str:
@@ -50,7 +49,7 @@ class OutputRelay:
     def read(self) -> list[Text]:
         """Note that the texts of the call before are shown; wait for the next ones."""
         if self._given:
-            self._shown.release()
+            self._shown.put(None)
         batch = self._batches.get()
         self._given = True
         return batch

@@ -201,22 +201,6 @@ def test_waiters_and_callbacks_of_a_cell_get_the_outcome():
     assert got == [Value(3), Value(3)]
 
 
-def test_an_interrupt_in_python_code_that_takes_a_lock_does_not_leave_it_locked(monkeypatch, cache):
-    """``with condition`` runs Python code, in which Ctrl-C may come once the lock is held."""
-    enter = threading.Condition.__enter__
-
-    def enter_and_raise(self):
-        entered = enter(self)
-        if self is cache._changed:
-            raise KeyboardInterrupt
-        return entered
-
-    monkeypatch.setattr(threading.Condition, "__enter__", enter_and_raise)
-    done = threading.Event()
-    cache.submit(done.set)
-    assert done.wait(60)
-
-
 class TestCell:
     def test_waiting_has_a_timeout(self):
         with pytest.raises(TimeoutError):

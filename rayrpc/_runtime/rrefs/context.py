@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import Event
 from rayrpc._protocol.ids import GloballyUniqueId, IdSource
 from rayrpc._protocol.messages import Control, Fork
 from rayrpc._protocol.rref_entries import Confirmed, Effect
@@ -111,7 +112,7 @@ class RRefContext:
         self._send_control = send_control
         self._table = RRefTable(me, ids.new, Cell)
         self._lock = threading.Lock()
-        self._unconfirmed: dict[GloballyUniqueId, list[threading.Event]] = {}
+        self._unconfirmed: dict[GloballyUniqueId, list[Event]] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # RRefs that were in use before their holders or owners left; see keep_leaks
         self._kept_leaks: dict[GloballyUniqueId, str] | None = None
@@ -267,7 +268,7 @@ class RRefContext:
             with self._lock:
                 if self._table.is_confirmed(fork.fork_id):
                     continue
-                event = threading.Event()
+                event = Event()
                 self._unconfirmed.setdefault(fork.fork_id, []).append(event)
             release_reader()
             if not event.wait(deadline.remaining()):

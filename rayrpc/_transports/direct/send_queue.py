@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._concurrency.waiting import Notifier
 from rayrpc._protocol.messages import SharedForks
 from rayrpc._transports.direct.shared_memory import Lease, copied
 from rayrpc._transports.direct.wire import is_writable
@@ -105,7 +106,7 @@ class SendQueue:
         #: sends a part along with the next message; takes no lock
         self.piggyback = self._piggybacked.append
         self._lock = threading.Lock()
-        self._shrunk = threading.Condition(self._lock)
+        self._shrunk = Notifier()
         # number of who writes, or waits until it can, another one each time; 0: nobody does
         self._writer = 0
         self._writers = itertools.count(1)
@@ -231,8 +232,7 @@ class SendQueue:
 
     def wait_shorter(self, limit: int, seconds: float) -> bool:
         """Tell whether ``pending_bytes`` falls to ``limit`` within ``seconds``."""
-        with self._shrunk:
-            return self._shrunk.wait_for(lambda: self.pending_bytes <= limit, seconds)
+        return self._shrunk.wait_until(lambda: self.pending_bytes <= limit, seconds)
 
     # -- the writer ---------------------------------------------------------------------------
 

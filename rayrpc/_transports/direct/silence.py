@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from rayrpc._concurrency.threads import start_thread
+from rayrpc._concurrency.waiting import Event
 
 __all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
 
@@ -76,7 +77,7 @@ class SilenceWatch:
     def __init__(self, timeout: float, connections: Callable[[], Iterable[Watched]]) -> None:
         self._timeout = timeout
         self._connections = connections
-        self._closed = threading.Event()
+        self._closed = Event()
         self._lock = threading.Lock()
         self._is_running = False
 
@@ -88,9 +89,9 @@ class SilenceWatch:
         with self._lock:
             if self._is_running or self._closed.is_set():
                 return
-            otherwise = "silent hosts are not noticed"  # the next connection tries again
-            thread = start_thread(self._run, "rayrpc-silence", otherwise)
-            self._is_running = thread is not None
+            self._is_running = True
+        otherwise = "silent hosts are not noticed"  # the next connection tries again
+        self._is_running = start_thread(self._run, "rayrpc-silence", otherwise) is not None
 
     def close(self) -> None:
         """End the thread."""

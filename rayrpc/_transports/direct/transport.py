@@ -22,6 +22,7 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._concurrency.waiting import Event
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
@@ -125,7 +126,7 @@ class DirectTransport(Transport):
         self._routes: dict[str, _Route] = {}  # by the peer's token
         self._pairs = itertools.count(1)  # numbers of pairs of connections
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = Event()
         after_fork.register(self)
 
     @property
@@ -149,6 +150,7 @@ class DirectTransport(Transport):
         self._find = find
         self._secret = secret
         self._threads.start()
+        self._watchdog.start()
         self._fallback.start(serve, self._find_for_fallback, secret)
         self._server.start(secret, serve, self._silence.add)
 

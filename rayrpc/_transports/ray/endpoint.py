@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ray.exceptions import RayError
 
+from rayrpc._concurrency.waiting import Event
 from rayrpc._protocol.messages import Frame, flat
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.serving import ServingThreads
@@ -122,11 +123,11 @@ class LivenessWatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: dict[str, threading.Event] = {}
+        self._events: dict[str, Event] = {}
 
-    def _event(self, token: str) -> threading.Event:
+    def _event(self, token: str) -> Event:
         with self._lock:
-            result = self._events.setdefault(token, threading.Event())
+            result = self._events.setdefault(token, Event())
         return result
 
     def wait(self, token: str) -> None:
@@ -182,7 +183,7 @@ class HostedEndpoint:
         self._serving = ServingThreads()
         self._lock = threading.Lock()
         self._state = EndpointState.NEW
-        self._decided = threading.Event()  # set in SERVING and DETACHED
+        self._decided = Event()  # set in SERVING and DETACHED
         self._server: EndpointServer | None = None  # in SERVING
 
     def reserve(self) -> HostedEndpoint | None:

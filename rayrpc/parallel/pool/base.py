@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rayrpc._concurrency.outcome import fresh
+from rayrpc._concurrency.waiting import Event
 from rayrpc.errors import CallError
 from rayrpc.parallel.pool.calls import Call, PoolCalls, PoolResult
 from rayrpc.parallel.pool.tasks import run_tasks
@@ -91,7 +92,7 @@ class BasePool(PoolCalls):
         self._cache: dict[int, Any] = {}
         self._jobs = itertools.count()
         self._error: BaseException | None = None
-        self._wake = threading.Event()  # set when maintain_pool has something to do
+        self._wake = Event()  # set when maintain_pool has something to do
         self._lock = threading.Lock()
         self.setup_queues()
         try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import queue
-import threading
 import uuid
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ExceptionWithTraceback, MaybeEncodingError  # type: ignore
 from typing import Any
 
 from rayrpc._concurrency.outcome import Error, Value, attempt
+from rayrpc._concurrency.waiting import Event
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 from rayrpc.launch.worker_pool import WorkerPool, count_cpus
 from rayrpc.parallel.pool.base import BasePool, PoolStates, Setup
@@ -41,7 +41,7 @@ class _Worker:
         self.number = number
         self.name = name
         self.encoder = TaskEncoder(copy_tensors)
-        self.ended = threading.Event()
+        self.ended = Event()
         self.error: BaseException | None = None  # set before ``ended``; it ends the pool
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, MutableMapping
 from multiprocessing import TimeoutError as PoolTimeoutError
 from typing import Any, Generic, TypeVar
 
-from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import fresh
+from rayrpc._concurrency.waiting import Event, Notifier
 
 __all__ = ["AsyncResult", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
 
@@ -41,7 +41,7 @@ class AsyncResult(Generic[T]):
         self._cache = cache
         self._callback = callback
         self._error_callback = error_callback
-        self._event = threading.Event()
+        self._event = Event()
         self._success = True
         self._value: Any = None
         cache[job] = self
@@ -188,7 +188,8 @@ class IMapIterator(Generic[T]):
         self._job = job
         self._cache = cache
         self._length = length
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Notifier()
         self._ready: deque[tuple[bool, Any]] = deque()
         self._early: dict[int, tuple[bool, Any]] = {}  # outcomes that follow a missing one
         self._received = 0
@@ -217,22 +218,27 @@ class IMapIterator(Generic[T]):
             multiprocessing.TimeoutError: the task did not end in time.
             Exception: what the task raised; the next call goes on with the element after it.
         """
-        deadline = Deadline(timeout)
-        with self._changed:
-            while not self._ready:
-                if self._taken == self._length:
-                    raise StopIteration
-                if self._error is not None:
-                    raise fresh(self._error)
-                if deadline.expired:
-                    raise PoolTimeoutError(f"no result came in {timeout} s; it may still do")
-                self._changed.wait(deadline.remaining())
-            success, value = self._ready.popleft()
-            self._taken += 1
+        outcome = self._changed.wait_until(self._take, timeout)
+        if outcome is None:
+            raise PoolTimeoutError(f"no result came in {timeout} s; it may still do")
+        success, value = outcome
         if success:
             result: T = value
             return result
         raise value
+
+    def _take(self) -> tuple[bool, Any] | None:
+        """Return the next outcome; None: it is not there yet."""
+        with self._lock:
+            if self._ready:
+                self._taken += 1
+                outcome = self._ready.popleft()
+                return outcome
+            if self._taken == self._length:
+                raise StopIteration
+            if self._error is not None:
+                raise fresh(self._error)
+        return None
 
     def set_outcome(self, index: int, outcome: tuple[bool, Any]) -> None:
         """Accept the outcome of one task; called by the pool.
@@ -241,9 +247,10 @@ class IMapIterator(Generic[T]):
             index (int): number of the task in its call.
             outcome (tuple[bool, Any]): True and its value, or False and its exception.
         """
-        with self._changed:
+        with self._lock:
             self._place(index, outcome)
             self._leave_if_complete()
+        self._changed.notify_all()
 
     def _place(self, index: int, outcome: tuple[bool, Any]) -> None:
         self._early[index] = outcome
@@ -254,7 +261,6 @@ class IMapIterator(Generic[T]):
     def _leave_if_complete(self) -> None:
         if self._received == self._length:
             self._cache.pop(self._job, None)
-        self._changed.notify_all()
 
     def set_length(self, length: int) -> None:
         """Set the number of tasks, where the constructor was given None.
@@ -262,9 +268,10 @@ class IMapIterator(Generic[T]):
         Args:
             length (int): number of tasks.
         """
-        with self._changed:
+        with self._lock:
             self._length = length
             self._leave_if_complete()
+        self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Raise an error once the results that are here were returned; called by the pool.
@@ -272,10 +279,10 @@ class IMapIterator(Generic[T]):
         Args:
             error (BaseException): what ``next`` raises.
         """
-        with self._changed:
+        with self._lock:
             self._error = error
             self._cache.pop(self._job, None)
-            self._changed.notify_all()
+        self._changed.notify_all()
 
 
 class IMapUnorderedIterator(IMapIterator[T]):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rayrpc._concurrency.outcome import fresh
+from rayrpc._concurrency.waiting import Notifier
 from rayrpc.parallel.distributed import RpcGroup
 from rayrpc.parallel.server.model_server import PushPullModelServer, set_version
 from rayrpc.parallel.server.ordered_server import OrderedServerBase, make_default_server
@@ -187,7 +188,8 @@ class PushPullGradServerImpl:
         self._queues: dict[ReduceType, collections.deque[Gradients]] = {
             level: collections.deque() for level in ReduceType
         }
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = Notifier()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -240,9 +242,8 @@ class PushPullGradServerImpl:
         """
         thread, self._thread = self._thread, None
         if thread is not None:
-            with self._changed:
-                self._is_stopping = True
-                self._changed.notify_all()
+            self._is_stopping = True
+            self._changed.notify_all()
             thread.join()
 
     def watch(self) -> None:
@@ -258,7 +259,7 @@ class PushPullGradServerImpl:
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
         self.watch()  # gradients for an ended thread are refused
-        with self._changed:
+        with self._lock:
             queue = self._queues[level]
             queue.append(gradients)
             if len(queue) > self.max_queue_size:
@@ -267,17 +268,24 @@ class PushPullGradServerImpl:
                     "%s dropped gradients: more than max_queue_size=%d wait at %s",
                     *(self.server_name, self.max_queue_size, self.group.get_cur_name()),
                 )
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
         """Wait for a batch, and return its level and gradients; None: stop."""
-        with self._changed:
-            while not self._is_stopping:
-                for level, queue in self._queues.items():
-                    if len(queue) >= self.reduce_batch_size:
-                        return level, [queue.popleft() for _ in range(self.reduce_batch_size)]
-                self._changed.wait()
-            return None
+        self._changed.wait_until(lambda: self._is_stopping or self._full_level() is not None)
+        with self._lock:
+            level = self._full_level()
+            if self._is_stopping or level is None:
+                return None
+            queue = self._queues[level]
+            return level, [queue.popleft() for _ in range(self.reduce_batch_size)]
+
+    def _full_level(self) -> ReduceType | None:
+        """Return the first level at which a batch of gradients waits."""
+        for level, queue in self._queues.items():
+            if len(queue) >= self.reduce_batch_size:
+                return level
+        return None
 
     def _run(self) -> None:
         try:

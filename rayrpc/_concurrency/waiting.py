@@ -1,0 +1,116 @@
+"""Waits for what other threads do; an interrupt ends one without a trace.
+
+``threading.Condition`` and ``threading.Event`` are Python code.  Where a signal's handler raises in
+it, as Ctrl-C does in a program's main thread, their lock may stay held for ever, or a ``with`` may
+release a lock that is not held.  Here a thread waits for a lock of its own, which is C code, and
+holds no other one meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["Event", "MAX_WAIT_SECONDS", "Notifier"]
+
+T = TypeVar("T")
+
+# Locks refuse to wait longer.
+MAX_WAIT_SECONDS = min(threading.TIMEOUT_MAX, 1e9)
+
+
+class Notifier:
+    """Wake threads that wait until something is so: a condition variable without a lock.
+
+    A thread changes what the others wait for, then notifies them.  It may hold a lock of its own
+    meanwhile; they hold none while they wait.  (Known as an eventcount.)
+    """
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: list[Any] = []  # a lock of each thread, which holds it
+
+    def wait_until(self, ready: Callable[[], T], timeout: float | None = None) -> T:
+        """Wait until ``ready()`` is true; it is checked again after each notification.
+
+        Args:
+            ready: the condition, and its result; it takes the locks that it needs.
+            timeout: in seconds; None: none.
+
+        Returns:
+            What ``ready()`` returned last; after the time-out it is called once more.
+        """
+        if result := ready():
+            return result
+        end = None if timeout is None else time.monotonic() + timeout
+        waiter = threading.Lock()
+        waiter.acquire()
+        try:
+            self._waiters.append(waiter)
+            while not (result := ready()):
+                seconds = -1.0
+                if end is not None:
+                    seconds = min(end - time.monotonic(), MAX_WAIT_SECONDS)
+                    if seconds <= 0:
+                        break
+                waiter.acquire(timeout=seconds)
+        finally:
+            if waiter in self._waiters:  # else it was interrupted before
+                self._waiters.remove(waiter)
+            if not waiter.locked():  # it was notified again, and another thread was not
+                self.notify()
+        return result or ready()
+
+    def notify(self) -> None:
+        """Have one thread check its condition, of those that wait and were not notified yet."""
+        for waiter in [*self._waiters]:
+            try:
+                waiter.release()
+            except RuntimeError:  # it was notified
+                continue
+            return
+
+    def notify_all(self) -> None:
+        """Have all threads that wait check their conditions."""
+        for waiter in [*self._waiters]:
+            try:
+                waiter.release()
+            except RuntimeError:  # it was notified
+                continue
+
+
+class Event:
+    """``threading.Event``; one thread alone waits where it is cleared."""
+
+    __slots__ = ("_changed", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._changed = Notifier()
+
+    def is_set(self) -> bool:
+        """Tell whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it, and wake the threads that wait for it."""
+        self._is_set = True
+        self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Set it no more."""
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set.
+
+        Args:
+            timeout: in seconds; None: none.
+
+        Returns:
+            False if it was not set in time.
+        """
+        return self._changed.wait_until(self.is_set, timeout)

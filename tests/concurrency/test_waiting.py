@@ -1,0 +1,132 @@
+"""Waits that are notified, time out, and are interrupted."""
+
+import functools
+import threading
+import time
+
+import pytest
+from conftest import eventually
+from interrupting import interrupted
+from simulation.separately import in_virtual_time
+
+from rayrpc._concurrency import waiting
+from rayrpc._concurrency.waiting import Event, Notifier
+
+
+@in_virtual_time()
+def test_no_notification_is_lost_between_threads_that_hand_over_a_token():
+    changed, turn, seen = Notifier(), [0], []
+
+    def play(player):
+        for _ in range(5):
+            changed.wait_until(lambda: turn[0] % 3 == player)
+            seen.append(player)
+            turn[0] += 1
+            changed.notify_all()
+
+    players = [threading.Thread(target=play, args=(player,)) for player in range(3)]
+    for each in players:
+        each.start()
+    for each in players:
+        each.join()
+    assert seen == [0, 1, 2] * 5
+
+
+@in_virtual_time()
+def test_each_notification_of_one_wakes_one_that_was_not_woken():
+    changed, lock, left, taken = Notifier(), threading.Lock(), [], []
+
+    def take():
+        with lock:
+            return left.pop() if left else None
+
+    def work():
+        taken.append(changed.wait_until(take))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for each in workers:
+        each.start()
+    for number in range(1, 5):
+        with lock:
+            left.append(number)
+        changed.notify()
+    for each in workers:
+        each.join()
+    assert sorted(taken) == [1, 2, 3, 4]
+
+
+@in_virtual_time()
+def test_a_wait_ends_in_time_with_what_is_so_then():
+    changed, value = Notifier(), [0]
+    assert changed.wait_until(lambda: value[0], timeout=2.0) == 0
+    assert 2.0 <= time.monotonic() < 2.1
+    value[0] = 5
+    assert changed.wait_until(lambda: value[0], timeout=0) == 5
+    threading.Timer(1.0, lambda: value.__setitem__(0, 6)).start()  # and notifies nobody
+    assert changed.wait_until(lambda: value[0] == 6, timeout=20.0)
+    assert 22.0 <= time.monotonic() < 30.1
+
+
+def test_a_condition_that_raises_ends_the_wait_and_leaves_nothing():
+    changed = Notifier()
+    calls = []
+
+    def ready():
+        calls.append(1)
+        return 1 / (2 - len(calls)) < 0
+
+    with pytest.raises(ZeroDivisionError):
+        changed.wait_until(ready, timeout=60)
+    assert changed._waiters == []
+
+
+def third_time(changed):
+    """Return a condition that is so when it is checked for the third time."""
+    calls = []
+
+    def ready():
+        calls.append(1)
+        changed.notify_all()
+        return len(calls) > 2
+
+    return ready
+
+
+def test_an_interrupt_at_any_point_of_a_wait_leaves_nothing():
+    number = 0
+    there_is_one = True
+    while there_is_one:
+        number += 1
+        changed = Notifier()
+        wait = functools.partial(changed.wait_until, third_time(changed), 60)
+        there_is_one = interrupted(wait, [waiting.__file__], number)
+        assert changed._waiters == []
+    assert number > 10
+
+
+class TestEvent:
+    def test_it_is_set_until_it_is_cleared(self):
+        event = Event()
+        assert not event.is_set() and not event.wait(0)
+        event.set()
+        assert event.is_set() and event.wait() and event.wait(0)
+        event.clear()
+        assert not event.is_set() and not event.wait(0.001)
+
+    def test_all_that_wait_for_it_go_on(self):
+        event, went = Event(), threading.Semaphore(0)
+        for _ in range(3):
+            threading.Thread(target=lambda: went.release(event.wait(60)), daemon=True).start()
+        assert eventually(lambda: len(event._changed._waiters) == 3)
+        event.set()
+        assert all(went.acquire(timeout=60) for _ in range(3))
+
+    def test_an_interrupt_of_one_that_sets_it_holds_up_no_other(self):
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            event = Event()
+            there_is_one = interrupted(event.set, [waiting.__file__], number)
+            event.set()
+            assert event.wait(60)
