@@ -1,8 +1,8 @@
 """What stands in for ``threading``, ``time`` and ``queue`` in simulated modules.
 
 Each class does what the one of the same name does, as far as rayrpc uses it, and asks the scheduler
-at each step. Steps are taken before a lock is acquired and after it is released, so that other
-threads come between any two critical sections.
+at each step. What ``threading`` has in Python is that code itself. Steps are taken before a lock
+is acquired and after it is released, so that other threads come between any two critical sections.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from simulation import scheduler
-from simulation.scheduler import END_SECONDS, SimulatedThread, current
+from simulation.scheduler import END_SECONDS, STANDARD_FILE, SimulatedThread, current
 
 __all__ = [
     "Condition",
@@ -38,6 +39,9 @@ class Lock:
         may_collect (bool): garbage may be collected as soon as it is held.
     """
 
+    #: one thread alone acquires it: that is no step, but if it waits
+    _is_private = False
+
     def __init__(self, may_collect: bool = True) -> None:
         self._is_held = False
         self._may_collect = may_collect
@@ -45,14 +49,18 @@ class Lock:
         self._holder: SimulatedThread | None = None
         self._name = _place()
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(
+        self, blocking: bool = True, timeout: float = -1, may_be_interrupted: bool = True
+    ) -> bool:
         scheduler = current()
-        scheduler.step(f"acquires {self._name}")
+        if not self._is_private:
+            scheduler.step(f"acquires {self._name}")
         if self._is_held:
             if not blocking:
                 return False
             seconds = None if timeout < 0 else timeout
-            scheduler.interrupt_by_chance()
+            if may_be_interrupted:
+                scheduler.interrupt_by_chance()
             if not scheduler.step(f"waits for {self._name}", self._is_free, seconds):
                 return False
         self._is_held = True
@@ -71,6 +79,8 @@ class Lock:
 
     def locked(self) -> bool:
         return self._is_held
+
+    _is_owned = locked  # as Condition finds it out, without acquiring it
 
     def _is_free(self) -> bool:
         return not self._is_held
@@ -114,130 +124,78 @@ class RLock:
     def _is_owned(self) -> bool:
         return self._owner is current().current
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
-class Condition:
-    """A condition; threads wait in order, and are notified in it."""
-
-    def __init__(self, lock: Any = None) -> None:
-        self._lock = RLock() if lock is None else lock
-        self.acquire = self._lock.acquire
-        self.release = self._lock.release
-        self._waiting: deque[_Notice] = deque()
-
-    def __enter__(self) -> bool:
-        return bool(self._lock.__enter__())
-
-    def __exit__(self, *exc: object) -> None:
+    def _release_save(self) -> int:
+        count, self._count = self._count, 0
+        self._owner = None
         self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._check_owned("wait on")
-        notice = _Notice()
-        self._waiting.append(notice)
-        holder = self._lock._holder if isinstance(self._lock, Lock) else None
-        count = self._release_whole()
-        try:
-            current().interrupt_by_chance()
-            current().step("waits for a condition", notice.is_given, timeout)
-        finally:
-            if not notice.given:
-                self._waiting.remove(notice)
-            for _ in range(count):
-                (self._lock.acquire if holder is None else self._lock.__enter__)()
-        return notice.given
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        end = None if timeout is None else monotonic() + timeout
-        while not (result := predicate()):
-            left = None if end is None else end - monotonic()
-            if left is not None and left <= 0:
-                break
-            self.wait(left)
-        return result
-
-    def notify(self, n: int = 1) -> None:
-        self._check_owned("notify")
-        for _ in range(min(n, len(self._waiting))):
-            self._waiting.popleft().given = True
-
-    def notify_all(self) -> None:
-        self.notify(len(self._waiting))
-
-    def _check_owned(self, what: str) -> None:
-        lock = self._lock
-        if not (lock.locked() if isinstance(lock, Lock) else lock._is_owned()):
-            raise RuntimeError(f"cannot {what} un-acquired lock")
-
-    def _release_whole(self) -> int:
-        count = 1 if isinstance(self._lock, Lock) else self._lock._count
-        for _ in range(count):
-            self._lock.release()
         return count
 
-
-class _Notice:
-    """Whether a waiting thread was notified."""
-
-    def __init__(self) -> None:
-        self.given = False
-
-    def is_given(self) -> bool:
-        return self.given
-
-
-class Event:
-    """An event."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        current().step("set an event")
-
-    def clear(self) -> None:
-        self._is_set = False
-        current().step("cleared an event")
-
-    def wait(self, timeout: float | None = None) -> bool:
-        current().interrupt_by_chance()
-        return current().step("waits for an event", self.is_set, timeout)
-
-
-class Semaphore:
-    """A semaphore."""
-
-    def __init__(self, value: int = 1) -> None:
-        self._value = value
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        scheduler = current()
-        scheduler.step("acquires a semaphore")
-        if not self._value and not (
-            blocking and scheduler.step("waits for a semaphore", lambda: self._value > 0, timeout)
-        ):
-            return False
-        self._value -= 1
-        return True
-
-    def release(self, n: int = 1) -> None:
-        self._value += n
-        current().step("released a semaphore")
+    def _acquire_restore(self, count: int) -> None:
+        self._lock.acquire(may_be_interrupted=False)
+        self._owner, self._count = current().current, count
 
     def __enter__(self) -> bool:
         return self.acquire()
 
     def __exit__(self, *exc: object) -> None:
         self.release()
+
+
+class _PrivateLock(Lock):
+    """A lock that a thread makes to wait for."""
+
+    _is_private = True
+
+    def __init__(self) -> None:
+        super().__init__(may_collect=False)
+
+
+def monotonic() -> float:
+    """Return the virtual time; after a run, which may delete what is left, it stands still."""
+    return 0.0 if scheduler._current is None else current().now
+
+
+def sleep(seconds: float) -> None:
+    """Wait for a virtual time."""
+    current().interrupt_by_chance()
+    current().step("sleeps", _never, seconds)
+
+
+def _never() -> bool:
+    return False
+
+
+def _over_simulated_locks(cls: type) -> Any:
+    """Return a class of ``threading`` that is Python code, such that its code uses simulated locks.
+
+    So a signal interrupts it where it interrupts the class itself.
+    """
+    members = dict(vars(cls))
+    for name, value in members.items():
+        if isinstance(value, types.FunctionType):
+            code = value.__code__.replace(co_filename=STANDARD_FILE)
+            new = types.FunctionType(code, _STANDARD, name, value.__defaults__)
+            new.__kwdefaults__ = value.__kwdefaults__
+            members[name] = new
+    for name in ("__dict__", "__weakref__"):
+        members.pop(name, None)
+    result = type(cls.__name__, (), members)
+    _STANDARD[cls.__name__] = result
+    return result
+
+
+#: the names that this code uses
+_STANDARD: dict[str, Any] = {
+    **vars(threading),
+    "Lock": Lock,
+    "RLock": RLock,
+    "_allocate_lock": _PrivateLock,
+    "_time": monotonic,
+}
+
+Condition = _over_simulated_locks(threading.Condition)
+Event = _over_simulated_locks(threading.Event)
+Semaphore = _over_simulated_locks(threading.Semaphore)
 
 
 class Thread:
@@ -259,6 +217,7 @@ class Thread:
         self._args = args
         self._kwargs = kwargs or {}
         self._thread: SimulatedThread | None = None
+        self._started = Event()
 
     def run(self) -> None:
         if self._target is not None:
@@ -270,7 +229,12 @@ class Thread:
         scheduler = current()
         scheduler.step(f"starts {self.name}")
         scheduler.raise_by_chance(scheduler.chance_of_failed_starts, RuntimeError, MemoryError)
-        self._thread = scheduler.spawn(self.run, self.name)
+        self._thread = scheduler.spawn(self._bootstrap, self.name)
+        self._started.wait()
+
+    def _bootstrap(self) -> None:
+        self._started.set()
+        self.run()
 
     @property
     def ident(self) -> int | None:
@@ -336,25 +300,10 @@ class SimpleQueue:
         return bool(self._items)
 
 
-def monotonic() -> float:
-    """Return the virtual time; after a run, which may delete what is left, it stands still."""
-    return 0.0 if scheduler._current is None else current().now
-
-
-def sleep(seconds: float) -> None:
-    """Wait for a virtual time."""
-    current().interrupt_by_chance()
-    current().step("sleeps", _never, seconds)
-
-
-def _never() -> bool:
-    return False
-
-
 def _place() -> str:
     """Return where the object is made, in a module that is simulated."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+    while frame.f_code.co_filename in (__file__, STANDARD_FILE) and frame.f_back is not None:
         frame = frame.f_back
     return f"lock {frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 

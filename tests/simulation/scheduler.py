@@ -34,6 +34,7 @@ __all__ = [
     "ExpectedError",
     "Failure",
     "SIMULATED_FILES",
+    "STANDARD_FILE",
     "Scheduler",
     "SimulatedThread",
     "Stopped",
@@ -44,6 +45,8 @@ __all__ = [
 
 #: of the code that is simulated
 SIMULATED_FILES: set[str] = set()
+#: of the code of ``threading`` that is
+STANDARD_FILE = "simulated/threading.py"
 
 STEP_SECONDS = 1e-6  # of virtual time
 MAX_STEPS = 60_000
@@ -366,6 +369,17 @@ class Scheduler:
         if self.current.may_be_interrupted:
             self.raise_by_chance(self.chance_of_interrupts, KeyboardInterrupt)
 
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Have no interrupt strike this thread in this context: its code is the scenario's."""
+        me = self.current
+        before = me.may_be_interrupted, me.interrupt_after
+        me.may_be_interrupted, me.interrupt_after = False, 0
+        try:
+            yield
+        finally:
+            me.may_be_interrupted, me.interrupt_after = before
+
     def raise_by_chance(self, chance: float, *errors: type[BaseException]) -> None:
         """Raise one of these errors, sometimes."""
         me = self.current
@@ -463,7 +477,8 @@ class Scheduler:
         return min(times, default=None)
 
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in SIMULATED_FILES or self.is_over:
+        file = frame.f_code.co_filename
+        if (file not in SIMULATED_FILES and file != STANDARD_FILE) or self.is_over:
             return None
         if not self._is_deciding and self.current.interrupt_after and not _is_finalizing(frame):
             frame.f_trace_opcodes = True

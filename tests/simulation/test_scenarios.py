@@ -21,7 +21,7 @@ SEEDS = {
 REGRESSIONS = [
     (
         "transport",
-        218,
+        20,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
@@ -31,7 +31,7 @@ REGRESSIONS = [
     ),
     (
         "connection",
-        44,
+        18,
         Mutation(
             "an error of a callback goes to the thread that had asked for it",
             "_transports.direct.connection_call",
@@ -41,7 +41,7 @@ REGRESSIONS = [
     ),
     (
         "connection",
-        19,
+        4,
         Mutation(
             "Ctrl-C in a thread that waits leaves its turn to read with it",
             "_transports.direct.reply_reader",
@@ -52,7 +52,7 @@ REGRESSIONS = [
     ),
     (
         "connection",
-        18534,
+        1674,
         Mutation(
             "the next time-out ends a connection whose reader was released too early",
             "_transports.direct.reply_reader",
@@ -63,12 +63,13 @@ REGRESSIONS = [
     ),
     (
         "transport",
-        0,
+        31,
         Mutation(
             "a worker that only calls frees no memory",
             "_transports.direct.transport",
             "                    self._watchdog.wake()  # its",
             "                    # its",
+            (("        self._watchdog.start()\n", "\n"),),
         ),
     ),
     (
@@ -83,7 +84,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        810,
+        2070,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",
@@ -93,22 +94,12 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        520896,
+        228826,
         Mutation(
             "a late request of a dead worker creates an RRef again, and it stays",
             "_protocol.rref_table",
             " or rref_id in self._released:",
             ":",
-        ),
-    ),
-    (
-        "rrefs",
-        629484,
-        Mutation(
-            "the error of a death keeps the variables of who has raised it",
-            "_runtime.members",
-            "return None if error is None else fresh(error)",
-            "return error",
         ),
     ),
 ]

