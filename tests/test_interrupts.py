@@ -1,7 +1,9 @@
 """Ctrl-C at any moment: the program goes on, and no later call is lost."""
 
+import pytest
+
 STRUCK = """
-import os, random, signal, sys, threading, time
+import os, queue, random, signal, sys, threading, time
 
 import torch
 
@@ -31,36 +33,36 @@ def call(number):
     if number % 4 == 0:
         step()
 
-armed = threading.Event()
+armed = queue.SimpleQueue()  # in C: the strikes are for rayrpc
 
 def strike():
-    for _ in range(STRIKES):
-        armed.wait()
-        armed.clear()
+    for number in range(STRIKES):
+        armed.get()
         time.sleep(random.random() * 0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-        while not armed.wait(1.0) and thread_lives():  # Python ignores it in a finalizer
+        while count == number:  # Python ignores it in a finalizer
             os.kill(os.getpid(), signal.SIGINT)
+            end = time.monotonic() + 1.0
+            while count == number and time.monotonic() < end:
+                time.sleep(0.005)
 
-def thread_lives():
-    return count < STRIKES
+def check(numbers):  # without being struck
+    for number in numbers:
+        call(number)
 
 count = 0
 striker = threading.Thread(target=strike, daemon=True)
 striker.start()
 while count < STRIKES:
+    if count % 4 == 3:
+        check([0, 1])
     try:
-        armed.set()
+        armed.put(None)
         for number in range(1_000_000):
             call(number)
     except KeyboardInterrupt:
         count += 1
-armed.set()
 striker.join(60)
-began = time.monotonic()
-rpc._set_rpc_timeout(60.0)
-for number in range(20):
-    call(number)
+check(range(20))
 print("calls go on after", count, "interrupts", flush=True)
 rpc.api._ignore_rref_leak = True  # of a call that was interrupted as it began
 rpc.shutdown()
@@ -72,3 +74,12 @@ def test_calls_go_on_after_ctrl_c_at_any_moment(ray_cluster, start, script):
     run = start(script(STRUCK), "30", "1")
     assert run.end() == 0, run.output
     assert "calls go on after 30 interrupts" in run.output and "shut down" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_calls_go_on_after_very_many(ray_cluster, start, script):
+    path = script(STRUCK)
+    for run in [start(path, "600", str(seed)) for seed in (1, 2, 3)]:
+        assert run.end(200) == 0, run.output
+        assert "calls go on after 600 interrupts" in run.output and "shut down" in run.output
