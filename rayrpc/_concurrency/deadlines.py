@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from rayrpc._concurrency.threads import start_thread
+from rayrpc._concurrency.threads import SingleThread
 from rayrpc._concurrency.waiting import MAX_WAIT_SECONDS, Notifier
 
 __all__ = ["Deadline", "DeadlineQueue", "DeadlineThread"]
@@ -120,20 +120,13 @@ class DeadlineThread:
         self._queue = DeadlineQueue(open_calls)
         self._lock = threading.RLock()
         self._changed = Notifier()
-        self._thread: threading.Thread | None = None
-        self._is_running = False
+        self._thread = SingleThread(self._run, "rayrpc-timers", "calls do not time out")
         self._wakes_at = math.inf
         self._closed = False
 
     def start(self) -> None:
         """Start the thread now, so that it need not start in a call, which may be interrupted."""
-        with self._lock:
-            if self._is_running:
-                return
-            self._is_running = True
-        thread = start_thread(self._run, "rayrpc-timers", "calls do not time out")
-        self._thread = thread
-        self._is_running = thread is not None
+        self._thread.start()
 
     def add(self, call_id: int, timeout: float) -> None:
         """Watch an open call.
@@ -148,8 +141,8 @@ class DeadlineThread:
                 return
             self._queue.add(due, call_id, timeout)
             is_first = due < self._wakes_at
-        if not self._is_running:  # it could not be started before
-            self.start()
+        if not self._thread.is_running:  # it could not be started before
+            self._thread.start()
         if is_first:
             self._changed.notify_all()
 
@@ -168,8 +161,7 @@ class DeadlineThread:
                 expired = self._queue.take_expired(time.monotonic())
                 self._wakes_at = self._queue.next_due()
             if not expired:
-                seconds = max(0.0, self._wakes_at - time.monotonic())
-                self._changed.wait_until(self._is_due_before, min(seconds, MAX_WAIT_SECONDS))
+                self._changed.wait_until(self._is_due_before, self._wakes_at - time.monotonic())
             for call_id, timeout in expired:
                 try:
                     self._on_expired(call_id, timeout)

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from rayrpc._concurrency.threads import start_thread
+from rayrpc._concurrency.threads import SingleThread
 
 __all__ = [
     "HANDLING",
@@ -220,7 +220,7 @@ class ReaderWatchdog:
         # wakes the thread; in C, as an interrupt must not come between
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._is_running = False
+        self._thread = SingleThread(self._run, "rayrpc-watch", "a call may delay others")
         self._closed = False
         self.is_asleep = True
 
@@ -236,19 +236,14 @@ class ReaderWatchdog:
 
     def start(self) -> None:
         """Start the thread now, so that it need not start in a call, which may be interrupted."""
-        with self._lock:
-            if self._is_running:
-                return
-            self._is_running = True
-        thread = start_thread(self._run, "rayrpc-watch", "a call may delay others")
-        self._is_running = thread is not None
+        self._thread.start()
 
     def wake(self) -> None:
         """Check the roles every tick."""
-        if not self._is_running:  # if it cannot be started, the next message tries again
-            self.start()
+        if not self._thread.is_running:  # if it cannot be started, the next message tries again
+            self._thread.start()
         with self._lock:
-            if self._is_running:
+            if self._thread.is_running:
                 self._wake_ups.put(None)
                 self.is_asleep = False
 

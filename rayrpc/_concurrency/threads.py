@@ -12,7 +12,7 @@ from typing import Any
 
 from rayrpc._concurrency.waiting import Notifier
 
-__all__ = ["Slots", "ThreadCache", "new_thread", "start_thread"]
+__all__ = ["SingleThread", "Slots", "ThreadCache", "new_thread", "start_thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,35 @@ def start_thread(run: Task, name: str, otherwise: str | None) -> threading.Threa
             logger.warning("%s, because no thread starts: %s", otherwise, exc)
         return None
     return thread
+
+
+class SingleThread:
+    """A daemon thread that is started once, and tried again where the system starts none.
+
+    Args:
+        run (Callable): its function.
+        name (str): its name.
+        otherwise (str): what its lack means, for a warning.
+    """
+
+    def __init__(self, run: Task, name: str, otherwise: str) -> None:
+        self._run = run
+        self._name = name
+        self._otherwise = otherwise
+        self._lock = threading.RLock()
+        #: None: it has not been started, or could not be
+        self.thread: threading.Thread | None = None
+        #: it has been started, or is being started
+        self.is_running = False
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        with self._lock:
+            if self.is_running:
+                return
+            self.is_running = True
+        self.thread = start_thread(self._run, self._name, self._otherwise)
+        self.is_running = self.thread is not None
 
 
 class ThreadCache:

@@ -67,19 +67,22 @@ class Notifier:
     def notify(self) -> None:
         """Have one thread check its condition, of those that wait and were not notified yet."""
         for waiter in [*self._waiters]:
-            try:
-                waiter.release()
-            except RuntimeError:  # it was notified
-                continue
-            return
+            if _wake(waiter):
+                return
 
     def notify_all(self) -> None:
         """Have all threads that wait check their conditions."""
         for waiter in [*self._waiters]:
-            try:
-                waiter.release()
-            except RuntimeError:  # it was notified
-                continue
+            _wake(waiter)
+
+
+def _wake(waiter: Any) -> bool:
+    """Wake the thread that waits for its lock; return False if it was notified before."""
+    try:
+        waiter.release()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Event:

@@ -169,7 +169,8 @@ class TestDeadlineThread:
         thread.add(1, 1000.0)
         thread.close()
         thread.add(2, 0.0)
-        assert eventually(lambda: thread._thread not in threading.enumerate()) and expired == []
+        timers = thread._thread.thread
+        assert eventually(lambda: timers not in threading.enumerate()) and expired == []
 
 
 def test_a_step_is_no_longer_than_what_is_left():

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from rayrpc._concurrency.threads import start_thread
+from rayrpc._concurrency.threads import SingleThread
 from rayrpc._concurrency.waiting import Event
 
 __all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
@@ -78,20 +77,16 @@ class SilenceWatch:
         self._timeout = timeout
         self._connections = connections
         self._closed = Event()
-        self._lock = threading.Lock()
-        self._is_running = False
+        otherwise = "silent hosts are not noticed"  # the next connection tries again
+        self._thread = SingleThread(self._run, "rayrpc-silence", otherwise)
 
     def add(self, connection: socket.socket) -> None:
         """Probe a connection from now on, and watch it; nothing happens if it is not of TCP."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return
         keep_alive(connection, self._timeout)
-        with self._lock:
-            if self._is_running or self._closed.is_set():
-                return
-            self._is_running = True
-        otherwise = "silent hosts are not noticed"  # the next connection tries again
-        self._is_running = start_thread(self._run, "rayrpc-silence", otherwise) is not None
+        if not self._closed.is_set():
+            self._thread.start()
 
     def close(self) -> None:
         """End the thread."""

@@ -79,7 +79,7 @@ def test_connections_of_other_kinds_are_not_watched():
     watch = SilenceWatch(2.0, lambda: [])
     with one, other:
         watch.add(one)
-        assert not watch._is_running
+        assert not watch._thread.is_running
 
 
 def test_the_calls_of_a_silent_connection_fail(held, seconds):
@@ -147,8 +147,8 @@ def test_a_watch_whose_thread_could_not_start_starts_with_the_next_connection(un
         connections = [stack.enter_context(socket.socket()) for _ in range(2)]
         unstartable.add("rayrpc-silence")
         watch.add(connections[0])
-        assert "can't start new thread" in caplog.text and not watch._is_running
+        assert "can't start new thread" in caplog.text and not watch._thread.is_running
         unstartable.clear()
         watch.add(connections[1])
-        assert watch._is_running
+        assert watch._thread.is_running
     watch.close()
