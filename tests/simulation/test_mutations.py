@@ -1,7 +1,7 @@
 """Small faults that are put into the code one by one: the simulation finds each of them."""
 
 import pytest
-from simulation.mutation import Mutation
+from simulation.mutation import Mutation, mutated
 from simulation.separately import first_failure
 
 pytestmark = pytest.mark.process
@@ -93,8 +93,8 @@ MUTATIONS = [
     Mutation(
         "a thread that was idle for long leaves without a look at the tasks",
         THREADS,
-        "if not notified and not self._tasks:",
-        "if not notified:",
+        "if self._tasks:\n                    self._taken += 1",
+        "if self._tasks and not has_timed_out:\n                    self._taken += 1",
     ),
     Mutation(
         "a connection that is cut is not broken off",
@@ -183,8 +183,8 @@ MUTATIONS = [
     Mutation(
         "a task that no thread takes is forgotten",
         THREADS,
-        "                elif taken == self._taken and self._idle == 0:",
-        "                elif False:",
+        "            elif stalled or self._count < self._soft_limit:",
+        "            elif False:",
     ),
 ]
 
@@ -281,6 +281,12 @@ MUTATIONS_OF_GROUPS = [
         ),
     ),
 ]
+
+
+def test_every_fault_is_one_of_the_code_as_it_is():
+    for mutation in (*MUTATIONS, *(mutation for _, mutation in MUTATIONS_OF_GROUPS)):
+        with mutated(mutation):
+            pass
 
 
 @pytest.mark.parametrize(
