@@ -183,6 +183,7 @@ class DirectServer:
         self._connections.add(served)
         if handshake.is_bulk:
             self._bulk.add(served)
+        served.start()  # last: what it serves may look for it
         if peer in self._expelled:  # just now
             self.expel(peer)
 
@@ -233,7 +234,18 @@ class ServerConnection:
         self._serving = ServingThreads()
         self._closed = False
         self._crowded = 0
-        threads.submit(self._read)
+
+    def start(self) -> None:
+        """Read from now on, in a thread.
+
+        Raises:
+            RuntimeError: no thread starts; the connection is closed.
+        """
+        try:
+            self._threads.submit(self._read)
+        except BaseException:
+            self._end()
+            raise
 
     @property
     def is_busy(self) -> bool:
@@ -306,6 +318,9 @@ class ServerConnection:
                 self.close()  # it fails the calls under way at the caller
             if role.state == RELEASED:
                 return
+        self._end()
+
+    def _end(self) -> None:
         self._closed = True
         self._stream.close()
         self._on_end(self)

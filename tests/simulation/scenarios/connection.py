@@ -165,6 +165,7 @@ class _Run:
             self.callee_threads,
             self.callee_watchdog,
         )
+        server.start()
         self.connection = CallerConnection(
             Member("callee", "token", 1), self, self.threads, self.watchdog
         )

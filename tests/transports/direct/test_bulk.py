@@ -69,6 +69,29 @@ class TestConnection:
         assert len(small) == len(large) == 1
         assert not caller.fallback.calls and not callee.fallback.replies
 
+    def test_both_are_there_before_a_call_is_served(self, pair, monkeypatch):
+        caller, callee = pair
+        threads = callee.transport._threads
+        submit = threads.submit
+        monkeypatch.setattr(threads, "submit", lambda task: (submit(task), time.sleep(0.05)))
+        caller.call(callee, 1).wait(WAIT_SECONDS)
+        assert served_by(callee)[0]
+        caller.call(callee, 2, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert served_by(callee)[1]
+
+    def test_one_that_no_thread_reads_is_not_kept(self, pair, monkeypatch):
+        caller, callee = pair
+        caller.call(callee, 1).wait(WAIT_SECONDS)
+
+        def refuse(task):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(callee.transport._threads, "submit", refuse)
+        caller.transport._bulk_of(connections(caller, callee)[0])
+        server = callee.transport._server
+        assert eventually(lambda: all(each.is_closed for each in served_by(callee)[1]))
+        assert not server._bulk._connections
+
     @pytest.mark.parametrize("waits", [True, False], ids=["waits", "calls back"])
     def test_so_has_a_large_reply_to_a_small_request(self, pair, waits):
         caller, callee = pair
@@ -156,6 +179,7 @@ class TestLoss:
     def test_calls_under_way_on_both_are_lost(self, pair):
         caller, callee = pair
         caller.call(callee, 1, buffers=[LARGE]).wait(WAIT_SECONDS)
+        assert eventually(lambda: all(served_by(callee)))  # the other one may take longer
         begun = threading.Semaphore(0)
         release = threading.Event()
 
