@@ -27,6 +27,7 @@ def new_thread(run: Task, name: str) -> threading.Thread:
 
     Python's waits, in Python code, in which Ctrl-C may leave the new thread waiting for ever; and
     the new thread may collect garbage first, and run a finalizer that waits for its starter.
+    It cannot be joined before it runs.
 
     Args:
         run: its function.
@@ -78,19 +79,34 @@ class SingleThread:
         self._name = name
         self._otherwise = otherwise
         self._lock = threading.RLock()
-        #: None: it has not been started, or could not be
-        self.thread: threading.Thread | None = None
-        #: it has been started, or is being started
+        self._is_starting = False
+        self._threads: dict[str, threading.Thread] = {}  # at most one
+        #: it has been started; False: it has not, or could not be, or is being started
         self.is_running = False
 
     def start(self) -> None:
-        """Start it, unless it runs."""
-        with self._lock:
-            if self.is_running:
-                return
+        """Start it, unless it runs; after an interrupt another call starts it."""
+        try:
+            with self._lock:
+                if self.is_running or self._is_starting:
+                    return
+                self._is_starting = True
+            if start_thread(self._run_once, self._name, self._otherwise) is not None:
+                self.is_running = True
+        finally:
+            self._is_starting = False
+
+    def _run_once(self) -> None:
+        """Run, unless another thread does, whose start was interrupted before it was noted."""
+        me = threading.current_thread()
+        if self._threads.setdefault(self._name, me) is me:
             self.is_running = True
-        self.thread = start_thread(self._run, self._name, self._otherwise)
-        self.is_running = self.thread is not None
+            self._run()
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The thread; None: it does not run yet."""
+        return self._threads.get(self._name)
 
 
 class ThreadCache:

@@ -4,10 +4,12 @@ import threading
 
 import pytest
 from conftest import eventually
+from interrupting import interrupted
 from simulation.separately import in_virtual_time
 
+from rayrpc._concurrency import threads
 from rayrpc._concurrency.outcome import Error, Value
-from rayrpc._concurrency.threads import Slots, ThreadCache
+from rayrpc._concurrency.threads import SingleThread, Slots, ThreadCache
 from rayrpc._runtime.rrefs.cell import Cell
 
 
@@ -71,6 +73,43 @@ def test_threads_end_when_idle_or_closed():
     cache.submit(lambda: None)
     cache.close()
     assert eventually(lambda: cache.size == 0)
+
+
+class TestSingleThread:
+    def test_it_starts_once(self):
+        runs, go = [], threading.Event()
+        single = SingleThread(lambda: (runs.append(1), go.wait(60)), "single", "nothing runs")
+        for _ in range(3):
+            single.start()
+        assert single.is_running
+        go.set()
+        assert eventually(lambda: single.thread is not None and not single.thread.is_alive())
+        assert runs == [1]
+
+    def test_it_starts_later_where_the_system_starts_none(self, unstartable, caplog):
+        done = threading.Event()
+        single = SingleThread(done.set, "single", "nothing runs")
+        unstartable.add("single")
+        single.start()
+        assert not single.is_running and "nothing runs, because" in caplog.text
+        unstartable.clear()
+        single.start()
+        assert done.wait(60) and single.is_running
+
+    def test_an_interrupt_of_its_start_leaves_none_or_one(self):
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            runs, go = [], threading.Event()
+            single = SingleThread(lambda: (runs.append(1), go.wait(60)), "single", "nothing runs")  # noqa: B023
+            there_is_one = interrupted(single.start, [threads.__file__], number)
+            single.start()
+            assert eventually(lambda: single.thread is not None)  # noqa: B023
+            go.set()
+            assert eventually(lambda: "single" not in [t.name for t in threading.enumerate()])
+            assert runs == [1], f"after an interrupt at point {number}"
+        assert number > 10
 
 
 class TestWithoutThreads:
