@@ -10,10 +10,12 @@ import torch
 from conftest import eventually
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 import rayrpc as rpc
 from rayrpc import autograd
-from rayrpc._autograd import hook, participant
+from rayrpc._autograd import accumulate, hook, participant, whole_run
+from rayrpc._concurrency import waiting
 
 
 def contexts_at(*names):
@@ -279,6 +281,35 @@ def test_any_program_has_the_gradients_that_it_has_in_one_process(workers, progr
 
 
 # -- contexts -----------------------------------------------------------------------------------
+
+
+def relay_back(x, w):
+    return rpc.rpc_sync("driver", targets.step, args=(x, w)) * w
+
+
+def test_an_interrupt_of_a_pass_at_any_point_spoils_no_later_one(workers):
+    w = torch.rand(3, 3, requires_grad=True)
+    w.grad = torch.ones(3, 3)
+    w.register_hook(lambda gradient: gradient * 2)
+    found: list[torch.Tensor] = []
+
+    def step():
+        found.clear()
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("alice", relay_back, args=(w * 3, w))
+            autograd.backward(context_id, [y.sum()])
+            found.append(autograd.get_gradients(context_id)[w])
+
+    step()
+    expected = found[0]
+    files = [whole_run.__file__, accumulate.__file__, waiting.__file__]
+    number = 1
+    while interrupted(step, files, number):
+        assert w.grad is not None and w.grad.eq(1).all(), f"after an interrupt at point {number}"
+        step()
+        assert torch.allclose(found[0], expected), f"after an interrupt at point {number}"
+        number += 1
+    assert number > 20
 
 
 class TestContexts:

@@ -1,8 +1,11 @@
 """Gradients of leaves: accumulated by context, never in ``.grad``.
 
-A leaf that has hooks gets its gradient from torch's engine all the same (``isolated_leaves``), into
+A leaf that has hooks gets its gradient from torch's engine all the same (``IsolatedLeaves``), into
 a ``.grad`` that replaces the user's for that moment. So do all leaves where torch's process groups
 are in use: DDP's reducer averages what it finds in ``.grad``.
+
+The user's ``.grad`` comes back also where an interrupt ends the run, or comes while it is put back:
+what puts it back can be called again.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,16 +24,18 @@ from rayrpc._autograd.edges import edge_at
 from rayrpc._concurrency.waiting import Notifier
 
 __all__ = [
+    "IsolatedLeaves",
     "LeafGradients",
     "add",
     "has_node_hooks",
     "hooked_leaves",
-    "isolated_leaves",
     "nodes_for_ddp",
 ]
 
 # So many leaves are known to have no hooks before all are forgotten.
 MAX_KNOWN_LEAVES = 1 << 16
+
+T = TypeVar("T")
 
 _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # newer torch has it
 
@@ -77,6 +82,24 @@ _ddp_lock = threading.RLock()  # its reducer takes one pass at a time
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients, either of which may be sparse."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
+def _run_and_undo(run: Callable[[], T], undo: Callable[[], object]) -> T:
+    """Run a function, and undo what it has done, whenever an interrupt comes.
+
+    Args:
+        run: the function.
+        undo: it can be called again.
+    """
+    try:
+        try:
+            result = run()
+        finally:
+            undo()
+    except BaseException:
+        undo()  # an interrupt may have ended it
+        raise
+    return result
 
 
 class _HookFinder:
@@ -152,11 +175,10 @@ def hooked_leaves(nodes: Sequence[Any]) -> bool:
     return not _ddp_may_hook() and bool(_finder.hooked(nodes))
 
 
-class isolated_leaves:
+class IsolatedLeaves:
     """Have torch's engine accumulate as always, but for each leaf into a ``.grad`` of its own.
 
     Only while the engine runs a leaf's node, and the hooks of that, is its ``.grad`` another one.
-    A context of the thread that runs the engine.
 
     Args:
         nodes (Iterable): ``AccumulateGrad`` nodes; leave others alone.
@@ -171,20 +193,33 @@ class isolated_leaves:
         #: what was accumulated, by node
         self.gradients: dict[Any, torch.Tensor] = {}
 
-    def __enter__(self) -> isolated_leaves:
+    def run(self, run_engine: Callable[[], object]) -> None:
+        """Have torch's engine run the nodes.
+
+        Args:
+            run_engine: runs it, from this thread.
+        """
+
+        def run() -> None:
+            self._add_hooks()
+            run_engine()
+
+        _run_and_undo(run, self._undo)
+
+    def _add_hooks(self) -> None:
         for node in self._nodes:
             before = functools.partial(self._before, node)
             after = functools.partial(self._after, node)
-            self._handles += [node.register_prehook(before), node.register_hook(after)]
-        return self
+            self._handles.append(node.register_prehook(before))
+            self._handles.append(node.register_hook(after))
 
-    def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _undo(self) -> None:
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
         for node in list(self._replaced):  # a hook failed
             self._restore(node)
-        if exc[0] is not None:  # perhaps just when it had claimed a leaf
-            _claims.release([node.variable for node in self._nodes], self)
+        _claims.release([node.variable for node in self._nodes], self)
 
     def _before(self, node: Any, gradients: Any) -> None:
         if self._is_ours():
@@ -202,7 +237,8 @@ class isolated_leaves:
 
     def _restore(self, node: Any) -> None:
         leaf = node.variable
-        leaf.grad = self._replaced.pop(node)
+        leaf.grad = self._replaced[node]
+        del self._replaced[node]  # last, as an interrupt may come before it
         _claims.release([leaf], self)
 
 
@@ -288,20 +324,25 @@ def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.T
 def _run_claimed(
     gradients: dict[Any, torch.Tensor], leaves: list[torch.Tensor]
 ) -> dict[torch.Tensor, torch.Tensor]:
-    before: list[torch.Tensor | None] = []
-    try:
+    before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def run() -> dict[torch.Tensor, torch.Tensor]:
         _claims.claim(leaves, by=before)
-        before.extend(leaf.grad for leaf in leaves)
         for leaf in leaves:
+            before.append((leaf, leaf.grad))
             leaf.grad = None
         with _suspended_hooks(leaves):
             torch.autograd.backward([edge_at(node) for node in gradients], list(gradients.values()))
         return {leaf: _unshared(leaf.grad) for leaf in leaves if leaf.grad is not None}
-    finally:
-        if len(before) == len(leaves):  # else it was interrupted before it has changed one
-            for leaf, gradient in zip(leaves, before, strict=True):
-                leaf.grad = gradient
+
+    def undo() -> None:
+        while before:
+            leaf, gradient = before[-1]
+            leaf.grad = gradient
+            before.pop()
         _claims.release(leaves, by=before)
+
+    return _run_and_undo(run, undo)
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:

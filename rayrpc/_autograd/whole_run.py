@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rayrpc._autograd.accumulate import isolated_leaves
+from rayrpc._autograd.accumulate import IsolatedLeaves
 from rayrpc._autograd.edges import edge_at
 from rayrpc._autograd.engine import run_engine, run_id
 from rayrpc._autograd.functions import ANCHOR, running
@@ -121,8 +121,8 @@ class WholeRun:
                 found = zip(self._leaves, results, strict=False)
                 return {node: gradient for node, gradient in found if gradient is not None}
             seeds[edge_at(_first_node)] = torch.zeros(())
-            with isolated_leaves(self._leaves, self._is_in_run) as isolated:
-                run_engine(seeds, retain, None)
+            isolated = IsolatedLeaves(self._leaves, self._is_in_run)
+            isolated.run(lambda: run_engine(seeds, retain, None))
             return isolated.gradients
 
     # -- as gates and receive functions need it ---------------------------------------------------

@@ -5,10 +5,12 @@ import threading
 import pytest
 import torch
 from graph_parts import accumulate_node, root, run_stage, totals_of
+from interrupting import interrupted
 
 from rayrpc._autograd import accumulate
-from rayrpc._autograd.accumulate import LeafGradients, add, hooked_leaves
+from rayrpc._autograd.accumulate import IsolatedLeaves, LeafGradients, add, hooked_leaves
 from rayrpc._autograd.graph import ROOTS, GradGraph
+from rayrpc._concurrency import waiting
 
 
 class TestSums:
@@ -93,3 +95,50 @@ class TestHooks:
             LeafGradients({node: torch.ones(3)}, {node}).accumulate_into(totals, threading.Lock())
         assert leaf.grad is kept and [each.tolist() for each in seen] == [[1.0] * 3] * 2
         assert totals[leaf].tolist() == [2.0] * 3
+
+
+class TestInterrupts:
+    """Ctrl-C at any point leaves the user's gradients, and the leaf to the next pass."""
+
+    FILES = (accumulate.__file__, waiting.__file__)
+
+    @pytest.fixture
+    def leaf(self):
+        leaf = torch.rand(3, requires_grad=True)
+        leaf.grad = torch.full((3,), 5.0)
+        leaf.register_hook(lambda gradient: gradient * 1)
+        return leaf
+
+    def check_steps(self, leaf, step):
+        number = 1
+        while interrupted(step, self.FILES, number):
+            assert leaf.grad is not None, f"after an interrupt at point {number}"
+            assert leaf.grad.tolist() == [5.0] * 3, f"after an interrupt at point {number}"
+            thread = threading.Thread(target=step, daemon=True)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive(), f"after an interrupt at point {number}"
+            number += 1
+        return number
+
+    def test_of_a_run_of_nodes_for_ddp(self, leaf):
+        node = accumulate_node(leaf)
+
+        def step():
+            LeafGradients({node: torch.ones(3)}, {node}).accumulate_into({}, threading.RLock())
+
+        assert self.check_steps(leaf, step) > 50
+
+    def test_of_a_run_with_isolated_leaves(self, leaf):
+        node = accumulate_node(leaf)
+
+        def step():
+            ended = []
+            isolated = IsolatedLeaves([node], lambda: not ended)
+            try:
+                isolated.run((leaf * 2).sum().backward)
+            finally:
+                ended.append(True)
+            assert [each.tolist() for each in isolated.gradients.values()] == [[2.0] * 3]
+
+        assert self.check_steps(leaf, step) > 50
