@@ -176,6 +176,10 @@ class Capture:
                 self._socket.sendall(SYNC)
             except OSError:
                 return
+            except BaseException:  # an interrupt: a number without an answer would stall all others
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(SYNC)
+                raise
         done = self._changed.wait_until(
             lambda: self._answered >= ticket or self._closed or self._stalled, SYNC_SECONDS
         )
@@ -193,7 +197,8 @@ class Capture:
             with self._lock:
                 if not received:
                     self._closed = True
-                self._answered += received.count(SYNC)
+                answered = self._answered + received.count(SYNC)
+                self._answered = min(answered, self._asked)  # an interrupted question is sent twice
                 if self._answered >= self._asked:
                     self._stalled = False
             self._changed.notify_all()

@@ -124,6 +124,28 @@ def test_sync_waits_until_all_is_shown(run, delivered, tmp_path):
     assert one.end(120) == 0
 
 
+@pytest.mark.parametrize("sent", [0, 1])
+def test_an_interrupt_of_sync_stalls_no_later_one(run, sent):
+    one = run(
+        "class Interrupted:\n"
+        "    def __init__(self, real): self.real = real\n"
+        "    def __getattr__(self, name): return getattr(self.real, name)\n"
+        "    def sendall(self, data):\n"
+        "        capture._socket = self.real\n"
+        f"        self.real.sendall(data * {sent})\n"
+        "        raise KeyboardInterrupt\n"
+        "for _ in range(3):\n"
+        "    capture._socket = Interrupted(capture._socket)\n"
+        "    try: capture._wait_until_shown()\n"
+        "    except KeyboardInterrupt: pass\n"
+        "begin = time.monotonic()\n"
+        "capture._wait_until_shown()\n"
+        "assert time.monotonic() - begin < 9 and not capture._stalled\n"
+        "capture.close()"
+    )
+    assert one.end(120) == 0, one.output
+
+
 def test_a_full_pipe_makes_the_writer_wait(run, delivered, tmp_path):
     one = run(
         "terminal = capture._saved[1]\n"
