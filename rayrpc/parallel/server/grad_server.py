@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import logging
 import random
 import threading
@@ -21,7 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rayrpc._concurrency.outcome import fresh
-from rayrpc._concurrency.waiting import Notifier
+from rayrpc._concurrency.threads import new_thread
+from rayrpc._concurrency.waiting import Event, Notifier
 from rayrpc.parallel.distributed import RpcGroup
 from rayrpc.parallel.server.model_server import PushPullModelServer, set_version
 from rayrpc.parallel.server.ordered_server import OrderedServerBase, make_default_server
@@ -191,7 +193,7 @@ class PushPullGradServerImpl:
         self._lock = threading.Lock()
         self._changed = Notifier()
         self._is_stopping = False
-        self._thread: threading.Thread | None = None
+        self._ended: Event | None = None  # of the thread; None: there is none
         self._error: BaseException | None = None
         group.register(_service_key(server_name, group.get_cur_name()), self._push_service)
         if self._is_primary:
@@ -228,23 +230,24 @@ class PushPullGradServerImpl:
 
         Source: ``machin.parallel.server.PushPullGradServerImpl.start``.
         """
-        if self._thread is None:
+        if self._ended is None:
             self._is_stopping = False
-            self._thread = threading.Thread(
-                target=self._run, name=f"rayrpc-reducer-{self.server_name}", daemon=True
-            )
-            self._thread.start()
+            ended = Event()
+            run = functools.partial(self._run, ended)
+            new_thread(run, f"rayrpc-reducer-{self.server_name}").start()
+            self._ended = ended
 
     def stop(self) -> None:
         """Stop the thread after the batch that it is reducing; further calls do nothing.
 
         Source: ``machin.parallel.server.PushPullGradServerImpl.stop``.
         """
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        ended = self._ended
+        if ended is not None:
             self._is_stopping = True
             self._changed.notify_all()
-            thread.join()
+            ended.wait()
+            self._ended = None  # last: after an interrupt another call stops it
 
     def watch(self) -> None:
         """Raise the error that ended the thread, if one did.
@@ -287,7 +290,7 @@ class PushPullGradServerImpl:
                 return level
         return None
 
-    def _run(self) -> None:
+    def _run(self, ended: Event) -> None:
         try:
             while (found := self._next_batch()) is not None:
                 level, batch = found
@@ -301,6 +304,7 @@ class PushPullGradServerImpl:
         except BaseException as exc:
             self._error = exc
             logger.exception("the reducer of %s ended", self.server_name)
+        ended.set()
 
     def _reduce(self, batch: list[Gradients]) -> Gradients:
         reduced = {}

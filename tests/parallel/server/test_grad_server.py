@@ -5,10 +5,12 @@ import threading
 import pytest
 import torch
 from conftest import eventually
+from interrupting import interrupted
 from server_group import MEMBERS, Model, everywhere, here, server_group, servers
 
 import rayrpc as rpc
-from rayrpc.parallel.server import PushPullGradServerImpl
+from rayrpc._concurrency import threads, waiting
+from rayrpc.parallel.server import PushPullGradServerImpl, grad_server
 from rayrpc.parallel.server.grad_server import ReduceType
 
 
@@ -134,14 +136,27 @@ def queued():
     return len(secondary), len(primary)
 
 
-def test_stop_ends_the_thread(group):
-    def reducers():
-        return [t for t in threading.enumerate() if t.name == "rayrpc-reducer-mine"]
+def reducers(name):
+    return [t for t in threading.enumerate() if t.name == f"rayrpc-reducer-{name}"]
 
+
+def test_stop_ends_the_thread(group):
     server = PushPullGradServerImpl("mine", group, reduce_batch_size=2)
     server.start()
     server.start()
-    assert len(reducers()) == 1
+    assert eventually(lambda: len(reducers("mine")) == 1)
     server.stop()
     server.stop()
-    assert reducers() == []
+    assert eventually(lambda: not reducers("mine"))
+
+
+def test_after_an_interrupt_of_start_or_stop_another_call_goes_on(group):
+    server = PushPullGradServerImpl("interrupted", group)
+    files = [grad_server.__file__, threads.__file__, waiting.__file__]
+    number = 1
+    while interrupted(lambda: (server.start(), server.stop()), files, number):
+        server.start()
+        server.stop()
+        assert eventually(lambda: not reducers("interrupted"))
+        number += 1
+    assert number > 10
