@@ -5,8 +5,16 @@ import threading
 from typing import Any
 
 import pytest
+from interrupting import interrupted
 
-from rayrpc.parallel.pool import AsyncResult, IMapIterator, IMapUnorderedIterator, MapResult
+from rayrpc._concurrency import waiting
+from rayrpc.parallel.pool import (
+    AsyncResult,
+    IMapIterator,
+    IMapUnorderedIterator,
+    MapResult,
+    results,
+)
 
 
 def test_get_waits_for_the_result():
@@ -100,3 +108,27 @@ def test_a_failed_iterator_returns_the_results_that_came_first():
     assert next(results) == "a"
     with pytest.raises(RuntimeError, match="no more"):
         next(results)
+
+
+@pytest.mark.parametrize("iterator", [IMapIterator, IMapUnorderedIterator])
+def test_an_interrupt_of_a_wait_repeats_no_result_and_loses_at_most_its_own(iterator):
+    number = 0
+    there_is_one = True
+    while there_is_one:
+        number += 1
+        iterate = iterator(0, {}, 3)
+        seen: list[Any] = []
+        iterate.set_outcome(0, (True, 0))
+        timer = threading.Timer(0.001, iterate.set_outcome, (1, (True, 1)))
+        timer.start()
+
+        def take(iterate=iterate, seen=seen):
+            for _ in range(2):
+                seen.append(iterate.next(60))
+
+        there_is_one = interrupted(take, [results.__file__, waiting.__file__], number)
+        timer.join()
+        iterate.set_outcome(2, (True, 2))
+        seen += iterate
+        assert seen == sorted(set(seen)) and len(seen) >= 2 and seen[-1] == 2
+    assert number > 20
