@@ -238,7 +238,7 @@ class Session:
     def reached(self, tag: str) -> dict[str, Any] | None:
         """Return the payloads at barrier ``tag`` by name; None until all members reached it."""
         reports = self._reports.get(tag, {})
-        if any(token not in reports for token in self.members):
+        if len(reports) < len(self.members) or not self.members.keys() <= reports.keys():
             return None
         return {m.name: reports[m.token] for m in self.members.values()}
 

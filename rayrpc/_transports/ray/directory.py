@@ -24,19 +24,21 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 
 from rayrpc._protocol.group import Group
-from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Snapshot
+from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Session, Snapshot
 from rayrpc._protocol.rebuild import Rebuild, Report
+from rayrpc._transports.ray.applied_versions import AppliedVersions
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
-__all__ = ["DirectoryActor", "POLLS", "Restored", "WANTS_MEMBERS"]
+__all__ = ["DirectoryActor", "MOST_MEMBERS", "POLLS", "Restored", "SharedSnapshot", "WANTS_MEMBERS"]
 
 # How long a directory without members stays, and how often it looks.
 LINGER_SECONDS = 1.0
@@ -54,6 +56,9 @@ APPLIED_SECONDS = 5.0
 
 # How long a directory that was restarted waits for reports; it takes no joins meanwhile.
 REBUILD_SECONDS = 5.0
+
+# A snapshot with more members does not hold them itself: N of them would be N² records.
+MOST_MEMBERS = 32
 
 # The answer to a report whose members are not known.
 WANTS_MEMBERS = "which members are there?"
@@ -77,6 +82,18 @@ class Restored(NamedTuple):
     changes: list[Change]
 
 
+class SharedSnapshot(NamedTuple):
+    """A snapshot without its members, and an ObjectRef of these.
+
+    Args:
+        snapshot (Snapshot): its ``members`` are empty.
+        members (ObjectRef): of the list.
+    """
+
+    snapshot: Snapshot
+    members: Any
+
+
 class DirectoryActor:
     """Serve the membership of one group.
 
@@ -92,9 +109,13 @@ class DirectoryActor:
         self._secret = os.urandom(32)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}  # undecided, by token
         self._decided: dict[str, asyncio.Event] = {}  # by token, while a relay waits for it
-        self._applied: dict[str, int] = {}  # by token: the version that the member has applied
+        self._applied = AppliedVersions()
+        # by session and barrier: what its members have reported there
+        self._barriers: dict[tuple[int, str], asyncio.Future[dict[str, Any]]] = {}
         self._raylets: dict[str, int] = {}  # their ports, by host
         self._changed = asyncio.Condition()
+        self._shared_members: Any = None  # an ObjectRef of all members of a session ...
+        self._shared_state = (-1, -1)  # ... and its number and version
         self._tasks: set[asyncio.Task[None]] = set()  # the event loop keeps none alive
         self._expelled: dict[str, str] = {}  # why members were declared lost, by token
         self._any_died = False
@@ -118,7 +139,7 @@ class DirectoryActor:
         """Return the address of this actor's host, once it runs."""
         return str(ray.util.get_node_ip_address())
 
-    async def join(self, member: Member) -> Snapshot | str:
+    async def join(self, member: Member) -> Snapshot | SharedSnapshot | str:
         """Decide on a join.
 
         Returns:
@@ -130,7 +151,8 @@ class DirectoryActor:
         if session is not None:  # it was admitted, but has not received the answer
             me = session.members[member.token]
             members = list(session.members.values())
-            return Snapshot(session.number, me, members, session.version, self._secret)
+            again = Snapshot(session.number, me, members, session.version, self._secret)
+            return self._shared(again)
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
         self._start(self._watch(member))
         await self._learn_raylets(member.node)
@@ -142,7 +164,17 @@ class DirectoryActor:
             return snapshot
         if member.world_size is None:
             await self._wait_applied(member.token, snapshot.version)
-        return snapshot._replace(secret=self._secret)
+        return self._shared(snapshot._replace(secret=self._secret))
+
+    def _shared(self, snapshot: Snapshot) -> Snapshot | SharedSnapshot:
+        """Have the members that join at once read one list of all, where it is long."""
+        if len(snapshot.members) <= MOST_MEMBERS:
+            return snapshot
+        state = snapshot.session, snapshot.version
+        if state != self._shared_state:
+            self._shared_state = state
+            self._shared_members = ray.put(snapshot.members)
+        return SharedSnapshot(snapshot._replace(members=[]), self._shared_members)
 
     async def restore(self, report: Report, members: list[Member] | None = None) -> Restored | str:
         """Take a report of a member that this process does not know.
@@ -167,6 +199,9 @@ class DirectoryActor:
         if answer is None:
             unknown = "the group lost it before its directory was restarted"
             return self._expelled.get(member.token, unknown)
+        session = self._group.find(member.token)
+        if session is not None:  # it may have told what a barrier has returned
+            self._open_barriers(session)
         self._start(self._watch(member))
         await self._learn_raylets(member.node)
         return Restored(*answer)
@@ -214,10 +249,9 @@ class DirectoryActor:
         if self._was_restarted and token not in self._known:
             return None
         session = self._group.find(token)
-        self._applied[token] = version
+        self._applied.note(token, version)
         seconds = self._peer_timeout / POLLS
         async with self._changed:
-            self._changed.notify_all()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(
                     self._changed.wait_for(
@@ -249,12 +283,12 @@ class DirectoryActor:
         session = self._group.find(token)
         if session is None:
             return {}
-        async with self._changed:
-            session.report(tag, token, payload)
-            self._changed.notify_all()
-            while (reports := session.reached(tag)) is None:
-                await self._changed.wait()
-            return reports
+        session.report(tag, token, payload)
+        key = session.number, tag
+        if key not in self._barriers:
+            self._barriers[key] = asyncio.get_running_loop().create_future()
+        self._open_barriers(session, [tag])
+        return await asyncio.shield(self._barriers[key])  # others wait for it, too
 
     async def absent(self, tag: str, token: str) -> list[str]:
         """Return the names of the members that have not reached ``tag``."""
@@ -294,8 +328,9 @@ class DirectoryActor:
             if answer is not None and not answer.done():
                 admitted = isinstance(decision, Admitted)
                 answer.set_result(decision.snapshot if admitted else decision.reason)  # type: ignore[union-attr]
-        async with self._changed:
-            self._changed.notify_all()
+        if decisions:
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _combine_when_quiet(self) -> None:
         self._count_joins += 1
@@ -309,15 +344,25 @@ class DirectoryActor:
 
     async def _wait_applied(self, token: str, version: int) -> None:
         """Wait until every other member has applied ``version``, but not for a stuck one."""
+        session = self._group.find(token)
+        others = session.members.keys() - {token} if session is not None else set()
+        await self._applied.wait(others, version, APPLIED_SECONDS)
 
-        def is_applied() -> bool:
-            session = self._group.find(token)
-            others = session.members if session is not None else {}
-            return all(self._applied.get(t, 0) >= version for t in others if t != token)
+    def _open_barriers(self, session: Session, tags: Iterable[str] | None = None) -> None:
+        """Let the members of a session go on at the barriers that all have reached.
 
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with self._changed:
-                await asyncio.wait_for(self._changed.wait_for(is_applied), APPLIED_SECONDS)
+        Args:
+            session: whose.
+            tags: of barriers; None: all.
+        """
+        if tags is None:
+            tags = [tag for number, tag in self._barriers if number == session.number]
+        for tag in tags:
+            barrier = self._barriers[session.number, tag]
+            if not barrier.done() and (reports := session.reached(tag)) is not None:
+                barrier.set_result(reports)
+            if session.is_over:
+                del self._barriers[session.number, tag]
 
     async def _watch(self, member: Member) -> None:
         """Remove a member when it leaves or dies."""
@@ -366,6 +411,7 @@ class DirectoryActor:
             self._decided[token].set()
 
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
+        session = self._group.find(token)
         if self._group.remove(token, kind, cause) and kind == "died":
             self._any_died = True
             self._expelled[token] = cause
@@ -373,8 +419,10 @@ class DirectoryActor:
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")
-        self._applied.pop(token, None)
+        self._applied.forget(token)
         self._watched.discard(token)
+        if session is not None:
+            self._open_barriers(session)
         async with self._changed:
             self._changed.notify_all()
 

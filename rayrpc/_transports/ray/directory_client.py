@@ -30,7 +30,13 @@ from rayrpc._protocol.rebuild import Report
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import control_service_answers, through_client
-from rayrpc._transports.ray.directory import POLLS, WANTS_MEMBERS, DirectoryActor, Restored
+from rayrpc._transports.ray.directory import (
+    POLLS,
+    WANTS_MEMBERS,
+    DirectoryActor,
+    Restored,
+    SharedSnapshot,
+)
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.errors import GroupError
@@ -129,6 +135,9 @@ class RayDirectory(Directory):
             raise self._incomplete(member, timeout) from None
         if isinstance(answer, str):
             raise GroupError(answer)
+        if isinstance(answer, SharedSnapshot):
+            members = ray_api.get(answer.members, timeout=timeout)
+            answer = answer.snapshot._replace(members=members)
         self._token = member.token
         self._snapshot = answer
         self._version = answer.version

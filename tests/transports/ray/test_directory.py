@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
@@ -12,7 +13,10 @@ from conftest import eventually
 
 import rayrpc as rpc
 from rayrpc import errors
+from rayrpc._protocol.membership import Member
 from rayrpc._transports.ray import ray_api
+from rayrpc._transports.ray.directory import MOST_MEMBERS
+from rayrpc._transports.ray.directory_client import RayDirectory
 
 
 def pid_of_directory():
@@ -98,6 +102,25 @@ def test_it_may_be_restarted_again_and_again():
     with pytest.raises(RuntimeError, match="is not unique"):
         rpc.start_workers(["alice"])
     rpc.shutdown()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_members_of_a_large_group_read_one_list():
+    me = rpc._get_current_rpc_agent()._members.me
+    size = MOST_MEMBERS + 1
+    directories = [RayDirectory("large", "rayrpc", 10.0) for _ in range(size)]
+
+    def join(rank):
+        member = Member(f"large-{rank}", f"w{rank}", rank, size, me.address, me.node)
+        return directories[rank].join(member, 60.0)
+
+    with ThreadPoolExecutor(size) as threads:
+        snapshots = list(threads.map(join, range(size)))
+    assert [each.me.name for each in snapshots] == [f"w{rank}" for rank in range(size)]
+    for each in snapshots:
+        assert sorted(member.id for member in each.members) == list(range(size))
+    for directory in directories:
+        directory.leave()
 
 
 STATIC = """
