@@ -19,7 +19,8 @@ import ray
 
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.origin import Origin
-from rayrpc._transports.ray.directory import DirectoryActor, SharedSnapshot
+from rayrpc._transports.ray.directory import DirectoryActor
+from rayrpc._transports.ray.directory_answers import SharedSnapshot
 
 NAMESPACE = "bench-directory"
 PEER_TIMEOUT = 10.0  # the default one

@@ -25,7 +25,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
@@ -34,11 +34,19 @@ from rayrpc._protocol.group import Group
 from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Session, Snapshot
 from rayrpc._protocol.rebuild import Rebuild, Report
 from rayrpc._transports.ray.applied_versions import AppliedVersions
+from rayrpc._transports.ray.directory_answers import (
+    MOST_MEMBERS,
+    WANTS_MEMBERS,
+    Restored,
+    SharedReports,
+    SharedSnapshot,
+    poll_seconds,
+)
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
-__all__ = ["DirectoryActor", "MOST_MEMBERS", "POLLS", "Restored", "SharedSnapshot", "WANTS_MEMBERS"]
+__all__ = ["DirectoryActor"]
 
 # How long a directory without members stays, and how often it looks.
 LINGER_SECONDS = 1.0
@@ -57,41 +65,8 @@ APPLIED_SECONDS = 5.0
 # How long a directory that was restarted waits for reports; it takes no joins meanwhile.
 REBUILD_SECONDS = 5.0
 
-# A snapshot with more members does not hold them itself: N of them would be N² records.
-MOST_MEMBERS = 32
-
-# The answer to a report whose members are not known.
-WANTS_MEMBERS = "which members are there?"
-
 # Pause before an endpoint is watched again.
 WATCH_RETRY_SECONDS = 0.2
-
-# How often a poll is answered without changes, for each peer_timeout.
-POLLS = 5
-
-
-class Restored(NamedTuple):
-    """The answer to a member that has reported.
-
-    Args:
-        version (int): of its session.
-        changes (list[Change]): that lead there.
-    """
-
-    version: int
-    changes: list[Change]
-
-
-class SharedSnapshot(NamedTuple):
-    """A snapshot without its members, and an ObjectRef of these.
-
-    Args:
-        snapshot (Snapshot): its ``members`` are empty.
-        members (ObjectRef): of the list.
-    """
-
-    snapshot: Snapshot
-    members: Any
 
 
 class DirectoryActor:
@@ -111,7 +86,7 @@ class DirectoryActor:
         self._decided: dict[str, asyncio.Event] = {}  # by token, while a relay waits for it
         self._applied = AppliedVersions()
         # by session and barrier: what its members have reported there
-        self._barriers: dict[tuple[int, str], asyncio.Future[dict[str, Any]]] = {}
+        self._barriers: dict[tuple[int, str], asyncio.Future[dict[str, Any] | SharedReports]] = {}
         self._raylets: dict[str, int] = {}  # their ports, by host
         self._changed = asyncio.Condition()
         self._shared_members: Any = None  # an ObjectRef of all members of a session ...
@@ -250,7 +225,8 @@ class DirectoryActor:
             return None
         session = self._group.find(token)
         self._applied.note(token, version)
-        seconds = self._peer_timeout / POLLS
+        count = len(session.members) if session is not None else 1
+        seconds = poll_seconds(self._peer_timeout, count)
         async with self._changed:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(
@@ -273,7 +249,7 @@ class DirectoryActor:
         session = self._group.find(token)
         return list(session.members.values()) if session is not None else []
 
-    async def sync(self, tag: str, token: str, payload: Any) -> dict[str, Any]:
+    async def sync(self, tag: str, token: str, payload: Any) -> dict[str, Any] | SharedReports:
         """Wait at the barrier ``tag``.
 
         Returns:
@@ -360,7 +336,8 @@ class DirectoryActor:
         for tag in tags:
             barrier = self._barriers[session.number, tag]
             if not barrier.done() and (reports := session.reached(tag)) is not None:
-                barrier.set_result(reports)
+                is_long = len(reports) > MOST_MEMBERS
+                barrier.set_result(SharedReports(ray.put(reports)) if is_long else reports)
             if session.is_over:
                 del self._barriers[session.number, tag]
 

@@ -30,12 +30,13 @@ from rayrpc._protocol.rebuild import Report
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import control_service_answers, through_client
-from rayrpc._transports.ray.directory import (
-    POLLS,
+from rayrpc._transports.ray.directory import DirectoryActor
+from rayrpc._transports.ray.directory_answers import (
     WANTS_MEMBERS,
-    DirectoryActor,
     Restored,
+    SharedReports,
     SharedSnapshot,
+    poll_seconds,
 )
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
@@ -257,7 +258,8 @@ class RayDirectory(Directory):
                 answer = None
                 time.sleep(FAULT_SECONDS)
             silence = time.monotonic() - begin
-            if silence > self._peer_timeout / POLLS + PROBE_SECONDS and not through_client():
+            expected = poll_seconds(self._peer_timeout, len(self._members))
+            if silence > expected + PROBE_SECONDS and not through_client():
                 if monitor is None:
                     monitor = HostMonitor(self._peer_timeout - silence, self._ports.get)
                 self._ask_hosts(monitor, silence, apply)
@@ -375,9 +377,11 @@ class RayDirectory(Directory):
 
     def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
         try:
-            reports: dict[str, Any] = self._ask(
+            reports: Any = self._ask(
                 lambda: self._actor.sync.remote(tag, self._token, payload), timeout
             )
+            if isinstance(reports, SharedReports):
+                reports = ray_api.get(reports.reports, timeout=timeout)
         except GetTimeoutError:
             absent = self._actor.absent.remote(tag, self._token)
             names = ", ".join(ray_api.get(absent, timeout=ANSWER_SECONDS))
@@ -394,7 +398,7 @@ class RayDirectory(Directory):
         # another member may need them, should the directory be restarted before it has its own
         kept = list(self._synced.items())[1 - KEPT_SYNCS :]
         self._synced = dict([*kept, (tag, reports)])
-        return reports
+        return reports  # type: ignore[no-any-return]
 
     def leave(self) -> None:
         if not ray.is_initialized():  # then the directory saw the end of this process's connection

@@ -15,7 +15,7 @@ import rayrpc as rpc
 from rayrpc import errors
 from rayrpc._protocol.membership import Member
 from rayrpc._transports.ray import ray_api
-from rayrpc._transports.ray.directory import MOST_MEMBERS
+from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports, poll_seconds
 from rayrpc._transports.ray.directory_client import RayDirectory
 
 
@@ -108,19 +108,31 @@ def test_it_may_be_restarted_again_and_again():
 def test_the_members_of_a_large_group_read_one_list():
     me = rpc._get_current_rpc_agent()._members.me
     size = MOST_MEMBERS + 1
-    directories = [RayDirectory("large", "rayrpc", 10.0) for _ in range(size)]
+    ranks = range(size)
+    directories = [RayDirectory("large", "rayrpc", 10.0) for _ in ranks]
 
     def join(rank):
         member = Member(f"large-{rank}", f"w{rank}", rank, size, me.address, me.node)
         return directories[rank].join(member, 60.0)
 
     with ThreadPoolExecutor(size) as threads:
-        snapshots = list(threads.map(join, range(size)))
-    assert [each.me.name for each in snapshots] == [f"w{rank}" for rank in range(size)]
+        snapshots = list(threads.map(join, ranks))
+    assert [each.me.name for each in snapshots] == [f"w{rank}" for rank in ranks]
     for each in snapshots:
-        assert sorted(member.id for member in each.members) == list(range(size))
+        assert sorted(member.id for member in each.members) == list(ranks)
+
+    with ThreadPoolExecutor(size) as threads:
+        found = list(threads.map(lambda rank: directories[rank].sync("tag", rank, 60.0), ranks))
+    assert found == [{f"w{rank}": rank for rank in ranks}] * size
+    answer = ray.get(directories[0]._actor.sync.remote("tag", "large-0", 0), timeout=60)
+    assert isinstance(answer, SharedReports)
     for directory in directories:
         directory.leave()
+
+
+def test_members_of_large_groups_poll_less_often():
+    """The rate is that of a few hundred, as long as silence is noticed in time."""
+    assert [poll_seconds(10.0, members) for members in (1, 400, 800, 5000)] == [2.0, 2.0, 4.0, 5.0]
 
 
 STATIC = """
