@@ -165,11 +165,11 @@ class WorkerPool:
         }
         if demands(want) or not any(cpus.values()):
             return "SPREAD"
-        # Ray itself may put all workers that ask for nothing on one node
+        # Ray may put all that ask for nothing on one node, and ignores their soft affinities
         there = Counter(self._node_of.values())
         node = min((each for each in cpus if cpus[each]), key=lambda n: (there[n] + 1) / cpus[n])
         self._node_of[name] = node
-        return affinity(node, soft=True)
+        return affinity(node, soft=False)
 
     def call(self, name: str, func: Callable[..., Any], args: tuple[Any, ...]) -> Future[Any]:
         """Call ``func(*args)`` on a worker, without a timeout.

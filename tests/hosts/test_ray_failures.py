@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import eventually
 from host_cluster import cluster_of_hosts
 from host_maker import why_impossible
 from host_ranks import started_ranks
@@ -215,6 +216,7 @@ def test_what_needs_the_directory_fails_when_the_head_is_lost(cluster):
             assert hosts.kill(1, name)
         ranks[0].tell("call w1")
         assert ranks[0].wait_for("called", "error") == "called 2"
+        assert eventually(lambda: not hosts.commands(1, "ray::DirectoryActor"))
         for rank in ranks:
             rank.tell("shutdown")
         for rank in ranks:

@@ -8,9 +8,11 @@ from conftest import ROOT, python_path
 HEAD = """
 import socket, statistics, time
 from nodes import simulated_cluster
+import ray
 import torch
 import rayrpc as rpc
 import targets
+from rayrpc._transports.ray.directory_client import RayDirectory
 """
 
 TAIL = """
@@ -111,6 +113,13 @@ def main(cluster):
     assert rpc.rpc_sync("left", targets.read, args=(made[1],)) == "b"
     assert torch.equal(rpc.rpc_sync("left", targets.read, args=(made[0],)), large)
     print("RRefs cross nodes", flush=True)
+
+    # directories run beside the control service
+    for number in range(6):
+        directory = RayDirectory(f"key {number}", "rayrpc", 10.0)
+        directory.reach(60)
+        assert directory._host == ray.util.get_node_ip_address(), (number, directory._host)
+    print("directories are on the head", flush=True)
     rpc.shutdown()
 """
 
@@ -136,6 +145,7 @@ def test_workers_on_different_nodes_call_each_other(start_nodes):
         "small ones go by TCP",
         "large ones have connections of their own",
         "RRefs cross nodes",
+        "directories are on the head",
         "done",
     ):
         run.wait_for(stage)

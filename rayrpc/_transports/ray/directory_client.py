@@ -103,6 +103,7 @@ class RayDirectory(Directory):
             lifetime="detached",
             max_restarts=-1,
             num_cpus=0,
+            memory=1,  # a byte: Ray puts an actor that asks for nothing on any node
             max_concurrency=100_000,
             scheduling_strategy=_on_head_node(),
         ).remote(self._key, self._peer_timeout)

@@ -236,10 +236,12 @@ def test_workers_are_laid_out_by_the_nodes_cpus(monkeypatch):
     large, small, head = (digit * 56 for digit in "abc")
     cpus = {large: 6, small: 2, head: 0}
     nodes = [{"NodeID": n, "Alive": True, "Resources": {"CPU": c}} for n, c in cpus.items()]
-    monkeypatch.setattr("ray.nodes", lambda: nodes)
     made = WorkerPool()
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
     try:
-        chosen = [made._strategy(f"w{i}", WorkerResources()).node_id for i in range(8)]
+        strategies = [made._strategy(f"w{i}", WorkerResources()) for i in range(8)]
+        assert not any(each.soft for each in strategies)  # Ray keeps none without resources
+        chosen = [each.node_id for each in strategies]
         assert chosen.count(large) == 6 and chosen.count(small) == 2
         assert made._strategy("w8", WorkerResources(num_gpus=1)) == "SPREAD"
     finally:
