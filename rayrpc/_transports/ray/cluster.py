@@ -42,6 +42,9 @@ CONNECT_RETRY_SECONDS = 0.02
 # What asks Ray's control service would hang for a minute if that has ended.
 CONTROL_SECONDS = 5.0
 CONTROL_RETRY_SECONDS = 0.2
+# How a client of HTTP/2 begins, and its settings, of which there are none (RFC 9113, section 3.4);
+# gRPC's servers send theirs.
+HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
 # Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
@@ -102,7 +105,10 @@ def _check_control_service() -> None:
 
 
 def control_service_answers(seconds: float) -> bool:
-    """Tell whether the control service of this process's cluster accepts connections.
+    """Tell whether the control service of this process's cluster answers.
+
+    Its port takes connections also while its process is being ended, or is stopped.  Where Ray uses
+    TLS, that is taken for an answer.
 
     Args:
         seconds: how long it may take.
@@ -113,14 +119,24 @@ def control_service_answers(seconds: float) -> bool:
         return True
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     deadline = Deadline(seconds)
-    while True:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), deadline.within(seconds)):
-                return True
-        except OSError:
-            if deadline.expired:
-                return False
+    while not _answers((host.strip("[]"), int(port)), deadline.within(seconds)):
+        if deadline.expired:
+            return False
         time.sleep(deadline.within(CONTROL_RETRY_SECONDS))
+    return True
+
+
+def _answers(address: tuple[str, int], seconds: float) -> bool:
+    """Tell whether a server of gRPC answers in so many seconds."""
+    try:
+        with socket.create_connection(address, seconds) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return True
+            connection.settimeout(seconds)
+            connection.sendall(HTTP2_BEGIN)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
 
 
 def through_client() -> bool:
