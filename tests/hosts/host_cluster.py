@@ -1,4 +1,4 @@
-"""A Ray cluster over three hosts."""
+"""A Ray cluster over hosts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 
 @contextlib.contextmanager
-def cluster_of_hosts(peer_timeout: float) -> Iterator[tuple[Hosts, dict[str, str]]]:
-    """Start three hosts and a cluster over them, and end both.
+def cluster_of_hosts(peer_timeout: float, count: int = 3) -> Iterator[tuple[Hosts, dict[str, str]]]:
+    """Start hosts and a cluster over them, and end both.
 
     Args:
         peer_timeout: the setting, in seconds.
+        count: of hosts.
 
     Yields:
         The hosts, and what programs find in their environment.
     """
     folder = tempfile.TemporaryDirectory(prefix="rr-", ignore_cleanup_errors=True)
-    with folder as scratch, hosts_of(3) as hosts:
+    with folder as scratch, hosts_of(count) as hosts:
         environ = {
             **os.environ,
             "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
@@ -39,7 +40,7 @@ def cluster_of_hosts(peer_timeout: float) -> Iterator[tuple[Hosts, dict[str, str
             "TMPDIR": scratch,
         }
         environ = {k: v for k, v in environ.items() if not k.startswith("COVERAGE")}
-        for number in (1, 2, 3):
+        for number in range(1, count + 1):
             address = hosts.address(number)
             place = ["--head", "--port", "6379", "--include-dashboard", "false"]
             if number > 1:
