@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.waiting import Notifier
+from rayrpc._transports.ray import ray_api
 from rayrpc.launch.collector import Collector
 from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, STATUS, Display, Text
 from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
@@ -98,9 +99,9 @@ class Output:
 
     def _read(self, relay: Any, workers: list[str]) -> None:
         """Show what a relay collects, until it ends."""
-        with contextlib.suppress(Exception):  # it was ended, or its node is lost
+        with contextlib.suppress(Exception, SystemExit):  # it was ended, or its node is lost
             while True:
-                self._show([Text(*text) for text in ray.get(relay.read.remote())])
+                self._show([Text(*text) for text in ray_api.get(relay.read.remote())])
         self._show([Text(worker, 0, END) for worker in workers])
 
     def _show(self, texts: list[Text]) -> None:

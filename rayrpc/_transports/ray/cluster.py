@@ -11,8 +11,10 @@ independently of its clients: a client's lease ends with the client, however tha
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import logging
 import os
@@ -42,6 +44,7 @@ CONNECT_RETRY_SECONDS = 0.02
 # What asks Ray's control service would hang for a minute if that has ended.
 CONTROL_SECONDS = 5.0
 CONTROL_RETRY_SECONDS = 0.2
+EXIT_SECONDS = 0.5  # for its answer when this process ends
 # How a client of HTTP/2 begins, and its settings, of which there are none (RFC 9113, section 3.4);
 # gRPC's servers send theirs.
 HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -64,6 +67,7 @@ def connect(settings: Settings) -> None:
     address = settings.address or os.environ.get("RAY_ADDRESS") or None
     forked_children.prepare()
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        _register_exit()
         _check_control_service()
         return
     if address in (None, "local"):
@@ -73,6 +77,7 @@ def connect(settings: Settings) -> None:
         auth_token.enable_if_needed(address)
     import ray
 
+    _register_exit()
     options: dict[str, Any] = {
         "address": address,
         "namespace": settings.namespace,
@@ -91,6 +96,24 @@ def connect(settings: Settings) -> None:
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
+
+
+@functools.cache
+def _register_exit() -> None:
+    """Have ``_end_waits`` called before ``ray.shutdown()``, when this process ends; idempotent."""
+    import ray  # noqa: F401 - it registers its own first
+
+    atexit.register(_end_waits)
+
+
+def _end_waits() -> None:
+    """End the threads that wait for Ray, if it would not end them itself."""
+    import ray
+
+    if ray.is_initialized() and not control_service_answers(EXIT_SECONDS):
+        from rayrpc._transports.ray import ray_api
+
+        ray_api.end_waits()
 
 
 def _check_control_service() -> None:

@@ -4,22 +4,33 @@ The functions of the same names in ``ray`` start Ray again: a thread that outliv
 ``ray.shutdown()`` would start a cluster that nobody wants, and wait for an answer there.  And while
 ``ray.shutdown()`` runs in another thread, Ray ends the process if a reference is deleted: so the
 error comes when it has run, since references are deleted where it is handled.
+
+Where Ray's control service has ended, ``ray.shutdown()`` ends no thread that waits for an answer;
+and if one waits while Python ends, the process fails with a segmentation fault.  So no thread but
+the main one waits for long at a time, and ``end_waits`` ends all waits.
 """
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ray._private import worker
+from ray.exceptions import GetTimeoutError
 
 from rayrpc._concurrency.deadlines import Deadline
 
-__all__ = ["get", "get_actor", "wait"]
+__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "wait"]
 
 # How long ``ray.shutdown()`` may take to end Ray's client.
 SHUTDOWN_SECONDS = 30.0
 POLL_SECONDS = 0.01
+# Threads wait for so long at a time.
+STEP_SECONDS = 1.0
+
+_waiting: set[int] = set()  # threads that are in one of the functions
+_has_ended = False
 
 
 def _called(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,11 +38,16 @@ def _called(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
+        me = threading.get_ident()
+        _waiting.add(me)
         try:
+            _check()
             return call(*args, **kwargs)
         except BaseException:  # in some threads Ray raises SystemExit
             _wait_for_shutdown()
             raise
+        finally:
+            _waiting.discard(me)
 
     return called
 
@@ -43,6 +59,38 @@ def _wait_for_shutdown() -> None:
         time.sleep(POLL_SECONDS)
 
 
-get = _called(worker.get)
+def _check() -> None:
+    if _has_ended and threading.current_thread() is not threading.main_thread():
+        raise SystemExit
+
+
+def end_waits() -> None:
+    """End the threads that wait for answers of Ray, but for the main one; they raise SystemExit."""
+    global _has_ended
+    _has_ended = True
+    deadline = Deadline(2 * STEP_SECONDS)
+    while _waiting - {threading.main_thread().ident} and not deadline.expired:
+        time.sleep(POLL_SECONDS)
+
+
+def get(refs: Any, *, timeout: float | None = None) -> Any:
+    """``ray.get``.
+
+    Args:
+        refs: an ObjectRef, or a list of them.
+        timeout: in seconds; None: none.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return _get(refs, timeout=timeout)
+    deadline = Deadline(timeout)
+    while True:
+        try:
+            return _get(refs, timeout=deadline.within(STEP_SECONDS))
+        except GetTimeoutError:
+            if deadline.expired:
+                raise
+
+
+_get = _called(worker.get)
 get_actor = _called(worker.get_actor)
 wait = _called(worker.wait)
