@@ -2,9 +2,9 @@
 
 Python collects garbage in whatever thread allocates an object, and runs the handlers of signals in
 the main thread, both between any two instructions: also while the thread holds a lock of this
-package, or reads a connection for others.  A call from there would wait for that lock for ever, or
-for a reply that nobody reads.  So another thread makes it, and the thread that was interrupted
-cannot wait for it.
+package, or reads a connection for others, or has just been started to do so.  A call from there
+would wait for that lock for ever, or for a reply that nobody reads.  So another thread makes it,
+and the thread that was interrupted cannot wait for it.
 
 A finalizer of an object whose last reference is dropped runs there and then.  No such reference is
 dropped under a lock here.
@@ -89,8 +89,16 @@ def _is_interrupting() -> bool:
         module = _module(frame)
         if module.startswith(_PACKAGES):
             return not module.startswith(_FREE)
+        if frame.f_code.co_name == "_bootstrap" and _is_ours(frame.f_locals.get("self")):
+            return True
         frame = frame.f_back
     return False
+
+
+def _is_ours(thread: Any) -> bool:
+    """Tell whether a thread, which has not begun or has ended, is one of this package."""
+    target = getattr(thread, "_target", None)
+    return str(getattr(target, "__module__", "")).startswith(_PACKAGES)
 
 
 def _module(frame: FrameType) -> str:

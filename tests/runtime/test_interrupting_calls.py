@@ -11,6 +11,7 @@ import pytest
 from conftest import eventually
 from memory_workers import WAIT, memory_group
 
+from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._runtime import interrupting_calls
 from rayrpc.errors import CallError, RpcError
 
@@ -144,6 +145,46 @@ def test_between_calls_they_may_wait(a, b, interrupt):
     values: list[Any] = []
     interrupt(lambda: values.append(a.sync(b, run, "inner")))
     assert values == ["inner"]
+
+
+class StartingThread:
+    """In the place of a thread's note that it has started: an action runs before the thread does.
+
+    Args:
+        thread: that will be started.
+        action: runs as the thread begins.
+    """
+
+    def __init__(self, thread, action):
+        self.note = thread._started
+        self.action = action
+
+    def __getattr__(self, name):
+        return getattr(self.note, name)
+
+    def set(self):
+        self.note.set()
+        self.action()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_in_a_thread_of_the_package_that_has_just_started_they_may_not_wait(a, b, is_ours):
+    outcomes: list[Any] = []
+    cache = ThreadCache("test")
+    cache.close()
+
+    def act():
+        try:
+            outcomes.append(a.sync(b, run, "inner"))
+        except RpcError as exc:
+            outcomes.append(str(exc))
+
+    thread = threading.Thread(target=cache._watch if is_ours else lambda: None)
+    thread._started = StartingThread(thread, lambda: collect(act))  # type: ignore[attr-defined]
+    thread.start()
+    thread.join(WAIT)
+    assert len(outcomes) == 1 and ("cannot wait" in outcomes[0]) is is_ours
+    assert eventually(lambda: ran == ["inner"])
 
 
 def test_in_a_function_that_is_called_they_may_wait(a, b):

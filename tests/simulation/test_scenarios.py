@@ -20,6 +20,16 @@ SEEDS = {
 # The scenario, a seed that has found a defect, and the defect.
 REGRESSIONS = [
     (
+        "agents",
+        31895,
+        Mutation(
+            "a finalizer in a thread that has just started waits for a call, and others for it",
+            "_runtime.interrupting_calls",
+            'frame.f_code.co_name == "_bootstrap"',
+            'frame.f_code.co_name == "nothing"',
+        ),
+    ),
+    (
         "transport",
         20,
         Mutation(

@@ -72,13 +72,15 @@ class Agents:
             User(rng.randrange(workers), tuple(call() for _ in range(rng.randint(1, 4))))
             for _ in range(rng.randint(1, 3))
         )
-        slots = 16 if is_nested else rng.choice([1, 2, 16])  # as in torch, nested calls take slots
+        # as in torch, nested calls take slots
+        needed = sum(len(call.path) for user in users for call in user.steps)
+        slots = max(16, needed) if is_nested else rng.choice([1, 2, 16])
         dies = None
         if workers > 1 and rng.random() < 0.2:
             dies = rng.randrange(workers), rng.random() ** 3 * 0.05
         faults = Faults.some(rng, workers, dies)
         if faults.finalizers:  # a finalizer may call its own worker, and wait
-            slots = 16
+            slots = max(16, needed)
         return Program(workers, users, faults, slots, near=rng.random() < 0.3)
 
     def smaller(self, program: Program) -> Iterator[Program]:
