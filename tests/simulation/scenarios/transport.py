@@ -450,6 +450,11 @@ class _Run:
 
             def answer() -> None:
                 sleep(0.002)
+                begin()
+
+            def begin() -> None:
+                if late.hold(begin):  # until the caller has read replies
+                    return
                 _check(number, int(request), buffers)
                 buffers.clear()
                 late.set(reply)
