@@ -94,9 +94,12 @@ class SilenceWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(self._timeout / CHECKS):
-            for connection in self._connections():
-                with contextlib.suppress(OSError):  # it is closed meanwhile
-                    tcp = connection.tcp
-                    seconds = silent_seconds(tcp) if tcp is not None else 0.0
-                    if seconds > self._timeout:
-                        connection.break_off(f"its host has not answered for {seconds:.0f} s")
+            self._check()  # apart, so that the thread keeps no connection alive while it waits
+
+    def _check(self) -> None:
+        for connection in self._connections():
+            with contextlib.suppress(OSError):  # it is closed meanwhile
+                tcp = connection.tcp
+                seconds = silent_seconds(tcp) if tcp is not None else 0.0
+                if seconds > self._timeout:
+                    connection.break_off(f"its host has not answered for {seconds:.0f} s")

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,31 @@ def test_connections_of_other_kinds_are_not_watched():
     with one, other:
         watch.add(one)
         assert not watch._thread.is_running
+
+
+class Connection:
+    """One that is not open; it can be referenced weakly."""
+
+    tcp = None
+
+
+def test_a_watch_that_waits_keeps_no_connection_alive(monkeypatch):
+    monkeypatch.setattr(silence, "CHECKS", 100)
+    connections = [Connection()]
+    is_alive = weakref.ref(connections[0])
+    looks = threading.Semaphore(0)
+
+    def look():
+        looks.release()
+        return list(connections)
+
+    watch = SilenceWatch(1.0, look)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        watch.add(listener)
+        assert looks.acquire(timeout=WAIT_SECONDS)
+        connections.clear()
+        assert eventually(lambda: is_alive() is None)
+    watch.close()
 
 
 def test_the_calls_of_a_silent_connection_fail(held, seconds):
