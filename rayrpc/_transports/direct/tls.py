@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayrpc._transports.direct.wire import is_writable
+from rayrpc._transports.encryption import ray_uses_tls
 
 __all__ = ["Tls", "TlsSocket", "tls_of_ray"]
 
@@ -68,7 +69,7 @@ def tls_of_ray(environ: Mapping[str, str]) -> tuple[bool, Tls | None]:
     Returns:
         Whether it does, and the certificates; None if they cannot be used, which is logged.
     """
-    if environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+    if not ray_uses_tls(environ):
         return False, None
     try:
         return True, Tls(*(environ[f"RAY_TLS_{name}"] for name in _FILES))

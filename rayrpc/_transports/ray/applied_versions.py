@@ -1,4 +1,4 @@
-"""Which version of its session each member has applied, and who waits until all have one."""
+"""Which version of its session each member has applied, and waits until all have one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AppliedVersions:
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}  # by token
-        # for each wait: the version, the tokens of those that lack it, and its Future
+        # for each wait: the version, the tokens of the members that lack it, and its Future
         self._waits: list[tuple[int, set[str], asyncio.Future[None]]] = []
 
     def note(self, token: str, version: int) -> None:

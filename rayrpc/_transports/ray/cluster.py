@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._transports.encryption import ray_uses_tls
 from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
@@ -140,12 +141,22 @@ def control_service_answers(seconds: float) -> bool:
 
     if through_client():
         return True
+    answers = _accepts if ray_uses_tls(os.environ) else _answers
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     deadline = Deadline(seconds)
-    while not _answers((host.strip("[]"), int(port)), deadline.within(seconds)):
+    while not answers((host.strip("[]"), int(port)), deadline.within(seconds)):
         if deadline.expired:
             return False
         time.sleep(deadline.within(CONTROL_RETRY_SECONDS))
+    return True
+
+
+def _accepts(address: tuple[str, int], seconds: float) -> bool:
+    """Tell whether a server takes a connection in so many seconds."""
+    try:
+        socket.create_connection(address, seconds).close()
+    except OSError:
+        return False
     return True
 
 
@@ -153,9 +164,6 @@ def _answers(address: tuple[str, int], seconds: float) -> bool:
     """Tell whether a server of gRPC answers in so many seconds."""
     try:
         with socket.create_connection(address, seconds) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return True
-            connection.settimeout(seconds)
             connection.sendall(HTTP2_BEGIN)
             return bool(connection.recv(1))
     except OSError:
