@@ -80,7 +80,7 @@ class SingleThread:
         self._otherwise = otherwise
         self._lock = threading.RLock()
         self._is_starting = False
-        self._threads: dict[str, threading.Thread] = {}  # at most one
+        self._threads: dict[str, threading.Thread] = {}  # at most one, as setdefault is atomic
         #: it has been started; False: it has not, or could not be, or is being started
         self.is_running = False
 

@@ -86,7 +86,7 @@ def _wake(waiter: Any) -> bool:
 
 
 class Event:
-    """``threading.Event``; who has not looked before it is cleared waits on."""
+    """``threading.Event``; a thread that has not looked before it is cleared waits on."""
 
     __slots__ = ("_changed", "_is_set")
 

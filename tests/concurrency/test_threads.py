@@ -133,13 +133,13 @@ class TestWithoutThreads:
 
     def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, unstartable):
         go, went, done = threading.Event(), threading.Event(), threading.Event()
-        threads = []
-        cache.submit(lambda: (threads.append(threading.get_ident()), went.set(), go.wait(60)))
+        ran_in = []
+        cache.submit(lambda: (ran_in.append(threading.get_ident()), went.set(), go.wait(60)))
         assert went.wait(60)
         unstartable.add("test")
-        cache.submit(lambda: (threads.append(threading.get_ident()), done.set()))
+        cache.submit(lambda: (ran_in.append(threading.get_ident()), done.set()))
         go.set()
-        assert done.wait(60) and threads[0] == threads[1]
+        assert done.wait(60) and ran_in[0] == ran_in[1]
         assert eventually(lambda: cache.size == 1)  # a thread counts while it is being started
 
     def test_the_first_task_is_refused_and_not_kept(self, cache, unstartable):
