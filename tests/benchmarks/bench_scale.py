@@ -11,7 +11,7 @@ p50 first   microseconds of a call between two ranks, before others have called
 all to all  seconds until everyone has called everyone
 p50 then    the same call after that
 memory      MB of a rank, its share of shared pages included (PSS), and MB of all processes together
-threads     of a rank; descriptors
+threads     of a rank when no one has called for a while; descriptors
 end         seconds from the last call to the end of the program
 """
 
@@ -89,6 +89,7 @@ def work(rank, size, begin):
             each.wait()
         found["all to all"] = time.perf_counter() - start
         found["p50 then"] = p50()
+        time.sleep(20)
         described = [rpc.rpc_sync(f"w{n}", describe) for n in range(size)]
         for name, values in zip(("memory", "threads", "files"), zip(*described)):
             found[name] = sorted(values)[size // 2]

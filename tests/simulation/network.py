@@ -417,10 +417,11 @@ class Selector:
     def __init__(self) -> None:
         self._sockets: dict[Socket, int] = {}
 
-    def register(self, fileobj: Socket, events: int) -> None:
+    def register(self, fileobj: Socket, events: int) -> selectors.SelectorKey:
         if fileobj.fileno() < 0:
             raise ValueError("Invalid file object")
         self._sockets[fileobj] = events
+        return _key(fileobj, events)
 
     def unregister(self, fileobj: Socket) -> None:
         del self._sockets[fileobj]
@@ -429,13 +430,17 @@ class Selector:
         masks = [(each, _MASKS[events]) for each, events in self._sockets.items()]
         _wait("selects", masks, timeout)
         return [
-            (selectors.SelectorKey(each, each.fileno(), 0, None), self._sockets[each])
+            (_key(each, self._sockets[each]), self._sockets[each])
             for each, mask in masks
             if each in self._sockets and each.is_ready(mask)
         ]
 
     def close(self) -> None:
         self._sockets.clear()
+
+
+def _key(fileobj: Socket, events: int) -> selectors.SelectorKey:
+    return selectors.SelectorKey(fileobj, fileobj.fileno(), events, None)
 
 
 def connect(family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> tuple[Socket, Socket]:

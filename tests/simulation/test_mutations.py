@@ -17,6 +17,7 @@ READER = "_concurrency.reader"
 THREADS = "_concurrency.threads"
 PROMISE = "_concurrency.promise"
 STREAM = "_transports.direct.stream"
+IDLE_CONNECTIONS = "_transports.direct.idle_connections"
 BULK_REPLIES = "_transports.direct.bulk_replies"
 
 MUTATIONS = [
@@ -278,6 +279,24 @@ MUTATIONS_OF_GROUPS = [
             BULK_REPLIES,
             "            self._waiting.pop(pair, None)\n",
             "\n",
+        ),
+    ),
+    (
+        "transport",
+        Mutation(
+            "the thread that waits for idle connections does not learn of another one",
+            IDLE_CONNECTIONS,
+            "        self._wake()\n        return True\n",
+            "        return True\n\n",
+        ),
+    ),
+    (
+        "connection",
+        Mutation(
+            "an idle connection is kept after the end of the thread that waits",
+            IDLE_CONNECTIONS,
+            "if self._closed or not self._thread.is_running:",
+            "if not self._thread.is_running:",
         ),
     ),
 ]

@@ -31,7 +31,7 @@ REGRESSIONS = [
     ),
     (
         "transport",
-        20,
+        450,
         Mutation(
             "a request that is rerouted has the bytes that the program has written since",
             "_transports.direct.stream",
@@ -62,7 +62,7 @@ REGRESSIONS = [
     ),
     (
         "connection",
-        1674,
+        5510,
         Mutation(
             "the next time-out ends a connection whose reader was released too early",
             "_transports.direct.reply_reader",
@@ -94,7 +94,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        2070,
+        8462,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",

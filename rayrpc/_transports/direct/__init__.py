@@ -19,6 +19,7 @@ The files, in the order in which a call meets them:
 - ``peer_process``: the process at the other end of a UNIX socket;
 - ``listening``: where the callee listens for other nodes, and the address that it announces;
 - ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
+- ``idle_connections``: wait, there, without a thread each until something arrives;
 - ``server``: the callee's end: reads requests, serves them, sends the replies.
 
 Invariants:
@@ -30,8 +31,8 @@ Invariants:
   same node the end of the peer's process.  Until then the calls that were sent on it wait; without
   such a report they end with ``CallLostError``.
 - Replies that arrived before a peer left or died are read; a worker that leaves replies first.
-- One thread at a time reads an end of a connection, and none is kept for one that is idle at the
-  caller.  A thread that reads and then blocks hands over first.
+- One thread at a time reads an end of a connection, and none is kept for one that is idle.  A
+  thread that reads and then blocks hands over first.
 - The two connections to a peer on another node, the second for large messages, are lost together.
 - What the program may write to after a call has returned was sent or copied before.
 - A segment of shared memory is written again only after its receiver has released it, and never

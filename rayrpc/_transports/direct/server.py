@@ -7,6 +7,9 @@ need no hand-over, and no call waits for another one's function.
 Peers of other nodes have a second connection for large requests and their replies; a large reply to
 a small request is announced where the request came from, and sent there.
 
+A connection that has been idle for ``IDLE_SECONDS`` is not read until something arrives; one thread
+waits for all of these.
+
 A peer that does not read its replies gets no more of them than fit into ``MAX_UNREAD_BYTES``: its
 further requests are not read, and those that wait for a thread do not begin.
 """
@@ -30,6 +33,7 @@ from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.direct.acceptor import Acceptor
 from rayrpc._transports.direct.auth import ServerHandshake
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES, BulkReplies, Pair
+from rayrpc._transports.direct.idle_connections import IdleConnections
 from rayrpc._transports.direct.listening import listen_at
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.stream import UNREAD_SECONDS, Stream
@@ -41,8 +45,8 @@ __all__ = ["DirectServer"]
 
 logger = logging.getLogger(__name__)
 
-# How long a read waits; nothing depends on it, because closing a connection ends its reads.
-IDLE_SECONDS = 60.0
+# How long a thread waits for the next message of a connection.
+IDLE_SECONDS = 2.0
 
 # After a request arrived during a short call, others are expected during so many calls.
 CROWDED_CALLS = 64
@@ -77,6 +81,7 @@ class DirectServer:
         self._secret = b""
         self._serve: Serve | None = None
         self._bulk = BulkReplies()
+        self._idle = IdleConnections()
         self._on_connected: Callable[[socket.socket], None] = lambda connection: None
         self._expelled: set[str] = set()  # tokens of members that the group declared lost
         self._listeners: list[socket.socket] = []
@@ -146,6 +151,7 @@ class DirectServer:
         self._close_listeners(Acceptor.close)
         for connection in list(self._connections):
             connection.close()
+        self._idle.close()
 
     def trim(self) -> None:
         """Free memory that was not used for a while."""
@@ -156,6 +162,7 @@ class DirectServer:
         """Close the descriptors that a forked child inherited: else peers see no end of them."""
         for connection in list(self._connections):
             connection.close_after_fork()
+        self._idle.close_after_fork()
         self._close_listeners(Acceptor.close_after_fork)
 
     def _close_listeners(self, close_acceptor: Callable[[Acceptor], None]) -> None:
@@ -178,7 +185,15 @@ class DirectServer:
         bulk = None if handshake.is_bulk or stream.shares_memory else self._bulk
         on_end = self._bulk.remove if handshake.is_bulk else self._bulk.forget
         served = ServerConnection(
-            connection, pair, stream, self._serve, bulk, self._threads, self._watchdog, on_end
+            connection,
+            pair,
+            stream,
+            self._serve,
+            bulk,
+            self._idle,
+            self._threads,
+            self._watchdog,
+            on_end,
         )
         self._connections.add(served)
         if handshake.is_bulk:
@@ -206,6 +221,7 @@ class ServerConnection:
         stream (Stream): reads and writes it.
         serve (Serve): answers frames.
         bulk (BulkReplies | None): sends large replies; None: they go by this connection.
+        idle (IdleConnections): keeps it while it is idle.
         threads (ThreadCache): runs the readers.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
         on_end (Callable): called with this one when it has ended.
@@ -218,6 +234,7 @@ class ServerConnection:
         stream: Stream,
         serve: Serve,
         bulk: BulkReplies | None,
+        idle: IdleConnections,
         threads: ThreadCache,
         watchdog: ReaderWatchdog,
         on_end: Callable[[ServerConnection], object] = lambda _: None,
@@ -227,6 +244,7 @@ class ServerConnection:
         self.peer = pair[0]
         self._serve = serve
         self._bulk = bulk
+        self._idle = idle
         self._threads = threads
         self._watchdog = watchdog
         self._on_end = on_end
@@ -308,24 +326,33 @@ class ServerConnection:
 
     def _read(self) -> None:
         """Read requests and serve them, until this thread is released or the connection ends."""
+        while self._read_until_idle():
+            if self._idle.add(self):
+                return
+
+    def _read_until_idle(self) -> bool:
+        """Read requests and serve them; return True if the connection has become idle."""
         with ReaderRole(self._hand_over, self._watchdog) as role:
             try:
-                self._serve_requests(role)
+                if self._serve_requests(role):
+                    return True
             except EOFError:
                 pass
             except BaseException:
                 logger.exception("a connection could not be read; it is closed")
                 self.close()  # it fails the calls under way at the caller
             if role.state == RELEASED:
-                return
+                return False
         self._end()
+        return False
 
     def _end(self) -> None:
         self._closed = True
         self._stream.close()
         self._on_end(self)
 
-    def _serve_requests(self, role: ReaderRole) -> None:
+    def _serve_requests(self, role: ReaderRole) -> bool:
+        """Serve requests until this thread is released; return True once none comes."""
         me = threading.get_ident()
         while not self._closed:
             if self._bulk is not None and not self._bulk.wait_until_read(self):
@@ -333,6 +360,8 @@ class ServerConnection:
             try:
                 message = self._stream.read()
             except TimeoutError:
+                if self._stream.is_between_messages:
+                    return True
                 continue
             frame = message.frame()
             del message  # the request's buffers live no longer than its call
@@ -345,7 +374,8 @@ class ServerConnection:
             del frame  # the next one may be long in coming
             if not role.message_done():
                 self._stream.flush()
-                return
+                return False
+        return False
 
     def _hand_over(self) -> None:
         self._stream.flush()

@@ -121,6 +121,11 @@ class Stream:
         return self._reader.has_more
 
     @property
+    def is_between_messages(self) -> bool:
+        """Tell whether nothing of the next message was received."""
+        return self._reader.is_between_messages
+
+    @property
     def is_intact(self) -> bool:
         """Tell whether reading may go on after an exception; see ``MessageReader``."""
         return self._reader.is_intact

@@ -299,6 +299,11 @@ class MessageReader:
         return self._end > self._start
 
     @property
+    def is_between_messages(self) -> bool:
+        """Tell whether nothing of the next message was received."""
+        return self._large is None and not self.has_more and not self._has_pending()
+
+    @property
     def is_intact(self) -> bool:
         """Tell, after an exception in ``read`` or later, that nothing is lost by it.
 

@@ -30,6 +30,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Deferred, PendingReply
 from rayrpc._transports.direct.connection import CallerConnection
+from rayrpc._transports.direct.idle_connections import IdleConnections
 from rayrpc._transports.direct.reader_schedule import IDLE
 from rayrpc._transports.direct.server import ServerConnection
 from rayrpc._transports.direct.stream import Stream
@@ -71,7 +72,8 @@ class Program:
         callers: threads that call.
         cut: where it breaks; None: nowhere.
         trims: how often memory that is not used is freed.
-        idle_seconds: a thread without a task ends after this time.
+        idle_seconds: a thread without a task ends after this time, and none reads a connection
+            without a message.
         interrupts: when Ctrl-C strikes the first caller, one after the other, see
             ``Scheduler.interrupt_after``; empty: never.
         failed_starts: the chance of each start of a thread to fail.
@@ -154,14 +156,16 @@ class _Run:
                 threads.start()
             for watchdog in (self.watchdog, self.callee_watchdog):
                 watchdog.wake()
-        prepare(self.far)  # type: ignore[arg-type]
+        prepare(self.far, self.program.idle_seconds)  # type: ignore[arg-type]
         stream = Stream(self.far, self.callee_threads, lambda unsent: None, False)  # type: ignore[arg-type]
+        self.idle = IdleConnections()
         server = ServerConnection(
             self.far,  # type: ignore[arg-type]
             ("caller", 1),
             stream,
             self.serve,
             None,
+            self.idle,
             self.callee_threads,
             self.callee_watchdog,
         )
@@ -200,11 +204,17 @@ class _Run:
         self.scheduler.invariants.clear()
         self.connection.fail(CallLostError("closed"))
         server.close()
+        self.idle.close()
         for each in (self.watchdog, self.callee_watchdog, self.threads, self.callee_threads):
             each.close()
-        others = [t for t in self.scheduler.threads if t is not self.scheduler.current]
-        over = self.scheduler.step("closed", lambda: all(t.is_done for t in others), 120.0)
-        assert over, f"threads have not ended: {[t for t in others if not t.is_done]}"
+        me = self.scheduler.current
+
+        def others() -> list[Any]:
+            return [t for t in self.scheduler.threads if t is not me and not t.is_done]
+
+        self.scheduler.step("closed", lambda: not others(), 120.0)
+        assert not others(), f"threads have not ended: {others()}"
+        assert self.far.fileno() < 0, "the callee has not closed the connection"
 
     def check(self) -> None:
         assert set(self.ended.values()) <= {1}, f"calls ended more than once: {self.ended}"

@@ -63,7 +63,7 @@ ERRORS = (CallError, CallLostError, WorkerDiedError)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """From which sizes messages are large, and how many segments there are."""
+    """From which sizes messages are large, how many segments there are, and when it is idle."""
 
     shared: int = 1000
     bulk: int = 1000
@@ -71,6 +71,7 @@ class Limits:
     receive_buffer: int = 600
     segments: int = 8
     descriptors: int = 8
+    idle_seconds: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,9 @@ class Transports:
             dies = rng.randrange(2), rng.random() ** 3 * 0.05
         elif fault < 0.5:
             interrupts = tuple(int(rng.choice([30, 200, 600]) * rng.random()) for _ in range(3))
-        return Program(users, rng.random() < 0.5, limits, cut, dies, interrupts)
+        near = rng.random() < 0.5
+        limits = dataclasses.replace(limits, idle_seconds=rng.choice([0.001, 0.005, 2.0]))
+        return Program(users, near, limits, cut, dies, interrupts)
 
     def smaller(self, program: Program) -> Iterator[Program]:
         if program.cut is not None:
@@ -204,6 +207,7 @@ def _limited(limits: Limits) -> Iterator[None]:
     new = [
         (transport, "BULK_BYTES", limits.bulk),
         (server, "BULK_BYTES", limits.bulk),
+        (server, "IDLE_SECONDS", limits.idle_seconds),
         (stream, "SHARED_BYTES", limits.shared),
         (stream, "MAX_UNREAD_BYTES", limits.unread),
         (bulk_replies, "MAX_UNREAD_BYTES", limits.unread),
@@ -310,7 +314,7 @@ class _Run:
         other.transport.on_peer_lost(dead.member, WorkerDiedError(dead.member.name, "killed", ""))
 
     def check_memory(self) -> None:
-        """Check that nothing is kept of messages that nobody uses."""
+        """Check that nothing is kept of messages that nobody uses, and no thread reads."""
         gc.collect()  # connections that were cut in the middle of a message
         for worker in self.workers:
             if worker.number in self.dead:
@@ -328,7 +332,10 @@ class _Run:
                 assert not any(call.frame for call in kept.values()), "frames are kept"
                 assert not connection._early, "replies are kept"
             served = worker.transport._server.connections
-            streams += [each._stream for each in served if not each.is_closed]
+            is_open = [each for each in served if not each.is_closed]
+            idle = worker.transport._server._idle.count
+            assert idle == len(is_open), f"{idle} of {len(is_open)} connections keep no thread"
+            streams += [each._stream for each in is_open]
             for each in streams:
                 self.check_stream(each)
 
@@ -344,9 +351,13 @@ class _Run:
         """Close all, and wait until all threads have ended."""
         for worker in self.workers:
             worker.transport.close()
-        others = [t for t in self.scheduler.threads if t is not self.scheduler.current]
-        over = self.scheduler.step("closed", lambda: all(t.is_done for t in others), 200.0)
-        assert over, f"threads have not ended: {[t for t in others if not t.is_done]}"
+        me = self.scheduler.current
+
+        def others() -> list[Any]:
+            return [t for t in self.scheduler.threads if t is not me and not t.is_done]
+
+        self.scheduler.step("closed", lambda: not others(), 200.0)
+        assert not others(), f"threads have not ended: {others()}"
 
     # -- the callers --------------------------------------------------------------------------
 

@@ -235,3 +235,50 @@ def test_where_only_connections_may_be_used_other_calls_fail_after_a_while(is_lo
         assert isinstance(raised.value, WorkerDiedError) == is_lost
         assert is_lost or time.monotonic() >= transport.LOSS_SECONDS
         assert callee.served == 0
+
+
+@in_virtual_time("direct_workers", seeds=40)
+def test_idle_connections_keep_no_threads():
+    with pair() as (caller, callee):
+        replies_with(callee, lambda frame: [LARGE])
+        idle = callee.transport._server._idle
+        for number in range(1, 12):
+            reply = caller.call(callee, number).wait(WAIT_SECONDS)
+            assert reply.buffers[0] == LARGE
+            # about when the thread stops to read
+            time.sleep(server.IDLE_SECONDS + current().current.random.choice([-0.001, 0, 0.001]))
+        assert eventually(lambda: idle.count == 2)
+        assert eventually(lambda: callee.transport._threads.size <= 1)  # which frees memory
+        assert caller.call(callee, 12).wait(WAIT_SECONDS).buffers[0] == LARGE
+        assert callee.served == 12
+
+
+@pytest.mark.parametrize("end", ["cut", "closed"])
+@in_virtual_time("direct_workers", seeds=40)
+def test_connections_that_end_while_they_are_idle_are_closed(end):
+    with pair() as (caller, callee):
+        caller.call(callee, 1).wait(WAIT_SECONDS)
+        served = served_end(callee)
+        idle = callee.transport._server._idle
+        time.sleep(server.IDLE_SECONDS + current().current.random.choice([-0.001, 0, 0.001, 1]))
+        if end == "cut":
+            connections(caller, callee)[0].break_off("cut by the test")
+        else:
+            callee.transport.close()
+        assert eventually(lambda: served.is_closed and idle.count == 0)
+        assert eventually(lambda: served.socket.fileno() < 0)  # its thread has seen the end
+
+
+@pytest.mark.parametrize("lacks", ["descriptors", "threads"])
+@in_virtual_time("direct_workers")
+def test_they_keep_their_threads_where_the_system_cannot_wait_for_all(lacks):
+    with pair() as (caller, callee):
+        idle = callee.transport._server._idle
+        if lacks == "threads":
+            idle._thread.start = lambda: None
+        else:
+            idle._selector.register = mock.Mock(side_effect=OSError("no space left"))
+        for number in (1, 2):
+            assert caller.call(callee, number).wait(WAIT_SECONDS).data == b"x"
+            time.sleep(10 * server.IDLE_SECONDS)
+        assert eventually(lambda: idle.count == 0)  # but while one is tried

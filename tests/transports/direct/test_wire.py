@@ -315,3 +315,24 @@ class TestHandshake:
     def test_garbage_is_refused_at_its_first_bytes(self):
         with pytest.raises(AuthenticationError):
             ServerHandshake(SECRET, "bob").receive(b"GET / HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("size", [10, 2 * CAPACITY])
+def test_a_message_has_begun_with_its_first_byte(ends, size):
+    near, far = ends
+    near.setblocking(False)
+    inbox = MessageReader(near)
+    data = b"".join(to_parts(1, frame(1, b"x" * size))) + b"".join(to_parts(2, frame(2)))
+    with pytest.raises(TimeoutError):
+        inbox.read()
+    assert inbox.is_between_messages
+    for part in (data[:1], data[1:30]):
+        far.sendall(part)
+        with pytest.raises(TimeoutError):
+            inbox.read()
+        assert not inbox.is_between_messages
+    far.sendall(data[30:])
+    assert read(inbox).number == 1
+    assert inbox.is_between_messages == (size > CAPACITY)  # else the next one was received, too
+    assert read(inbox).number == 2
+    assert inbox.is_between_messages
