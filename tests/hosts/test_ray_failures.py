@@ -12,6 +12,8 @@ from host_cluster import cluster_of_hosts
 from host_maker import why_impossible
 from host_ranks import started_ranks
 
+from rayrpc._transports.ray.directory_client import LEAVE_SECONDS
+
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
@@ -44,6 +46,27 @@ def work(rank, seconds):
 if __name__ == "__main__":
     mp.spawn(work, args=(float(sys.argv[1]),), nprocs=2)
     print("all work is done", flush=True)
+"""
+# Rank 0 calls nobody while its host is cut off, and after that.
+COMPUTES = """
+import os, sys, time
+import torch.multiprocessing as mp
+import torch.distributed.rpc as rpc
+
+def work(rank):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    rpc.rpc_sync(f"w{1 - rank}", max, args=(1, 2))
+    print(f"up {rank} {os.getpid()}", flush=True)
+    if rank == 0:
+        time.sleep(600)
+    try:
+        rpc.rpc_sync("w0", time.sleep, args=(600,), timeout=0)
+    except RuntimeError as exc:
+        print("lost", exc, flush=True)
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
 """
 STARTS = """
 import sys, time
@@ -165,6 +188,20 @@ def test_hosted_workers_of_a_node_that_ended_end(cluster):
     while left := hosts.commands(2, "ray::"):
         assert time.monotonic() < end, left
         time.sleep(0.2)
+
+
+def test_a_hosted_worker_that_was_cut_off_ends_when_its_cable_is_mended(cluster):
+    hosts, environ = cluster
+    with program(hosts, 1, environ, COMPUTES) as process:
+        wait_up(process, 2)
+        hosts.cut(2)
+        while not (line := process.stdout.readline()).startswith("lost"):
+            assert line, "it has ended"
+        assert "'w0'" in line and "has not answered" in line
+        hosts.heal(2)
+        status, output = finished(process, LEAVE_SECONDS + NODE_SECONDS)
+    assert status == 1 and "process 0" in output
+    assert "'w0' is no member of its group any more" in output
 
 
 def test_the_directory_moves_when_the_node_of_the_head_ends(cluster):

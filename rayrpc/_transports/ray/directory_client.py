@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from rayrpc._transports.ray.directory_answers import (
     SharedSnapshot,
     poll_seconds,
 )
+from rayrpc._transports.ray.endpoint import hosted_endpoint
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.errors import GroupError
@@ -54,6 +56,9 @@ FAULT_SECONDS = 0.5
 SILENCE_POLL_SECONDS = 0.25
 # Why a member that was cut off, and has reported losses itself, leaves the group.
 CUT_OFF = "it was cut off from the directory"
+# How long the program of a hosted worker that the group has declared lost may take to leave it.
+LEAVE_SECONDS = 15.0
+LEAVE_POLL_SECONDS = 0.1
 # How many barriers' results a member keeps for a directory that is restarted.
 KEPT_SYNCS = 8
 # How long a member waits for a directory that need not wait for other members.
@@ -189,6 +194,7 @@ class RayDirectory(Directory):
                     return
                 if isinstance(changes, str):
                     on_expelled(changes)
+                    self._end_unless_left()
                     return
                 if changes:
                     try:
@@ -201,6 +207,22 @@ class RayDirectory(Directory):
                         self._learn_ports()
 
         threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
+
+    def _end_unless_left(self) -> None:
+        """End this process if it is a hosted worker's, and its program stays in the group."""
+        if hosted_endpoint() is None:
+            return
+        deadline = Deadline(LEAVE_SECONDS)
+        while not self._closed:
+            if deadline.expired:
+                logger.error(
+                    "RPC worker %r has not left the group that had declared it lost %g s before: "
+                    "its process ends",
+                    self._worker,
+                    LEAVE_SECONDS,
+                )
+                os._exit(1)
+            time.sleep(LEAVE_POLL_SECONDS)
 
     def _next_changes(self, apply: Callable[[list[Change]], None]) -> list[Change] | str | None:
         """Return the changes after the version that was applied last.

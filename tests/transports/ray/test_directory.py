@@ -1,4 +1,4 @@
-"""The directory's process dies: Ray starts it again, and the group goes on."""
+"""The directory dies and is started again; what members do that it has declared lost."""
 
 import os
 import signal
@@ -10,11 +10,12 @@ import pytest
 import ray
 import targets
 from conftest import eventually
+from launching import alive
 
 import rayrpc as rpc
 from rayrpc import errors
 from rayrpc._protocol.membership import Member
-from rayrpc._transports.ray import ray_api
+from rayrpc._transports.ray import directory_client, ray_api
 from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports, poll_seconds
 from rayrpc._transports.ray.directory_client import RayDirectory
 
@@ -181,3 +182,41 @@ def test_a_fault_of_ray_that_passes_ends_no_following(monkeypatch, caplog):
     os.kill(pid_of_worker("carol"), signal.SIGKILL)
     assert eventually(lambda: "carol" not in names(), 60)
     assert caplog.text.count("is asked again") == 1
+
+
+def end_soon():
+    """Have this process end soon once its group has declared it lost."""
+    directory_client.LEAVE_SECONDS = 1.0
+
+
+def leave_when_lost():
+    """Have this worker leave its group when its calls fail."""
+
+    def run():
+        with pytest.raises(errors.WorkerDiedError):
+            rpc.rpc_sync("me", targets.nap, args=(300,))
+        rpc.shutdown(graceful=False)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_hosted_worker_that_was_declared_lost_ends_unless_it_leaves(leaves):
+    workers = rpc.start_workers(["carol"], me="me")
+    try:
+        rpc.rpc_sync("carol", end_soon)
+        if leaves:
+            rpc.rpc_sync("carol", leave_when_lost)
+        worker = rpc.rpc_sync("carol", targets.pid)
+        agent = rpc._get_current_rpc_agent()
+        token = agent.lookup("carol").token
+        ray.get(agent._directory._actor.expel.remote(token, "lost by the test"), timeout=60)
+        assert eventually(lambda: "carol" not in names(), 60)
+        if leaves:
+            time.sleep(3)
+        assert eventually(lambda: alive(worker) == leaves, 60)
+    finally:
+        workers.stop()
+        rpc.shutdown()
+    assert eventually(lambda: not alive(worker))
