@@ -2,6 +2,7 @@
 
 import multiprocessing
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -119,15 +120,23 @@ def test_an_interrupt_of_a_wait_repeats_no_result_and_loses_at_most_its_own(iter
         iterate = iterator(0, {}, 3)
         seen: list[Any] = []
         iterate.set_outcome(0, (True, 0))
-        timer = threading.Timer(0.001, iterate.set_outcome, (1, (True, 1)))
-        timer.start()
+        is_over = threading.Event()
+
+        def answer(iterate=iterate, is_over=is_over):
+            while not (iterate._changed._waiters or is_over.is_set()):
+                time.sleep(0.0002)
+            iterate.set_outcome(1, (True, 1))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
 
         def take(iterate=iterate, seen=seen):
             for _ in range(2):
                 seen.append(iterate.next(60))
 
         there_is_one = interrupted(take, [results.__file__, waiting.__file__], number)
-        timer.join()
+        is_over.set()
+        thread.join()
         iterate.set_outcome(2, (True, 2))
         seen += iterate
         assert seen == sorted(set(seen)) and len(seen) >= 2 and seen[-1] == 2
