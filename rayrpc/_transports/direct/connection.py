@@ -125,6 +125,7 @@ class CallerConnection(ReplyReader):
                         stream.flush_later()
         except BaseException:  # an interrupt: nothing waits for the reply
             call.frame = None
+            self.repair()  # what this thread may not have told the owner: that the end has come
             raise
         return call
 

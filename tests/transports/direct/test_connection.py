@@ -2,6 +2,7 @@
 and broken connections."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -19,13 +20,17 @@ from typing import Any
 import pytest
 from conftest import eventually
 from direct_ends import TOKEN, WAIT_SECONDS, Callee, Owner, dial, frame
+from interrupting import interrupted
 
 from rayrpc._concurrency import reader
+from rayrpc._concurrency import threads as threads_module
 from rayrpc._concurrency.outcome import Value
 from rayrpc._concurrency.reader import ReaderRole, ReaderWatchdog, release_reader
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.transport import Deferred
+from rayrpc._transports.direct import connection as connection_module
+from rayrpc._transports.direct import send_queue, stream
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.wire import MessageReader, message_parts
@@ -486,3 +491,26 @@ class TestHandOver:
         assert not overlaps
         assert not connection.owner.lost
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_no_news_from_its_owner(callee):
+    files = [module.__file__ for module in (connection_module, send_queue, stream, threads_module)]
+    threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
+    number = 0
+    there_is_one = True
+    while there_is_one:
+        number += 1
+        owner = Owner(callee, socket.AF_UNIX)
+        connection: Any = CallerConnection(
+            Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
+        )
+        connection.open()
+        assert connection.call(frame(1)).wait(WAIT_SECONDS).call_id == 1
+        connection._stream.shut_down()
+        call = functools.partial(connection.call, frame(2))
+        there_is_one = interrupted(call, files, number)
+        connection.call(frame(3))  # finds it cut if that one has not
+        assert eventually(functools.partial(len, owner.lost)), f"at point {number}"
+        connection.fail(CallLostError("the test is over"))
+    threads.close()
+    assert number > 50
