@@ -11,7 +11,6 @@ from host_ranks import started_ranks
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
 ]
 
@@ -38,6 +37,7 @@ def ranks(cluster):
         yield start
 
 
+@pytest.mark.slow
 def test_a_short_cut_loses_nothing(ranks):
     hosts, (a, b) = ranks(2)
     a.tell("nap w1 1")
@@ -58,6 +58,7 @@ def test_a_short_cut_loses_nothing(ranks):
     assert not [line for rank in (a, b) for line in rank.lines if "group" in line]
 
 
+@pytest.mark.slow
 def test_a_cut_during_large_transfers_fails_them(ranks):
     hosts, (a, b) = ranks(2)
     a.tell("push w1")
@@ -71,7 +72,13 @@ def test_a_cut_during_large_transfers_fails_them(ranks):
         rank.wait_for("shut", "error")
 
 
-@pytest.mark.parametrize("number", [3, 1], ids=["a host", "the host of the directory"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(3, id="a host"),
+        pytest.param(1, id="the host of the directory", marks=pytest.mark.slow),
+    ],
+)
 def test_a_cut_that_stays_fails_calls_and_shutdown_on_both_sides(ranks, number):
     hosts, started = ranks(3)
     lost, others = (
@@ -95,6 +102,7 @@ def test_a_cut_that_stays_fails_calls_and_shutdown_on_both_sides(ranks, number):
         rank.wait_for("shut", "error")
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_for_longer_is_slow_and_not_lost(ranks):
     _, (a, b) = ranks(2)
     b.tell("nap w0 0.1")
