@@ -11,7 +11,7 @@ p50 first   microseconds of a call between two ranks, before others have called
 all to all  seconds until everyone has called everyone
 p50 then    the same call after that
 memory      MB of a rank, its share of shared pages included (PSS), and MB of all processes together
-threads     of a rank when no one has called for a while; descriptors
+threads     of a rank, 20 seconds after the last call; descriptors
 end         seconds from the last call to the end of the program
 """
 

@@ -29,6 +29,7 @@ __all__ = [
     "Timer",
     "monotonic",
     "sleep",
+    "wait_for_threads",
 ]
 
 
@@ -159,6 +160,21 @@ def sleep(seconds: float) -> None:
     """Wait for a virtual time."""
     current().interrupt_by_chance()
     current().step("sleeps", _never, seconds)
+
+
+def wait_for_threads(seconds: float) -> None:
+    """Wait until all other threads have ended, those too that start meanwhile.
+
+    Args:
+        seconds: they must have ended then.
+    """
+    me = current().current
+
+    def others() -> list[SimulatedThread]:
+        return [each for each in current().threads if each is not me and not each.is_done]
+
+    current().step("waits for all threads", lambda: not others(), seconds)
+    assert not others(), f"threads have not ended: {others()}"
 
 
 def _never() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from simulation.primitives import Thread
+from simulation.primitives import Thread, wait_for_threads
 from simulation.scheduler import current
 
 from rayrpc import api
@@ -110,10 +110,7 @@ def shut_down(leave: Callable[[Worker], None]) -> None:
     for thread in threads:
         thread.join()
     WORKERS.clear()
-    scheduler = current()
-    others = [thread for thread in scheduler.threads if thread is not scheduler.current]
-    over = scheduler.step("shut down", lambda: all(t.is_done for t in others), END_SECONDS)
-    assert over, f"threads have not ended: {[t for t in others if not t.is_done]}"
+    wait_for_threads(END_SECONDS)
 
 
 def wait(future: Any) -> Any:

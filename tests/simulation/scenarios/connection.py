@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from simulation import network
-from simulation.primitives import Thread, monotonic, sleep
+from simulation.primitives import Thread, monotonic, sleep, wait_for_threads
 from simulation.scenario import some_of
 from simulation.scheduler import ExpectedError, Scheduler, current
 
@@ -207,13 +207,7 @@ class _Run:
         self.idle.close()
         for each in (self.watchdog, self.callee_watchdog, self.threads, self.callee_threads):
             each.close()
-        me = self.scheduler.current
-
-        def others() -> list[Any]:
-            return [t for t in self.scheduler.threads if t is not me and not t.is_done]
-
-        self.scheduler.step("closed", lambda: not others(), 120.0)
-        assert not others(), f"threads have not ended: {others()}"
+        wait_for_threads(120.0)
         assert self.far.fileno() < 0, "the callee has not closed the connection"
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from simulation.network import Socket
-from simulation.primitives import Thread, sleep
+from simulation.primitives import Thread, sleep, wait_for_threads
 from simulation.scenario import some_of
 from simulation.scheduler import Scheduler, current
 from simulation.workers import check_connections
@@ -63,7 +63,7 @@ ERRORS = (CallError, CallLostError, WorkerDiedError)
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """From which sizes messages are large, how many segments there are, and when it is idle."""
+    """From which sizes messages are large, and what else programs may set."""
 
     shared: int = 1000
     bulk: int = 1000
@@ -71,7 +71,7 @@ class Limits:
     receive_buffer: int = 600
     segments: int = 8
     descriptors: int = 8
-    idle_seconds: float = 2.0
+    idle_seconds: float = 2.0  # for which a thread waits for a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,13 +351,7 @@ class _Run:
         """Close all, and wait until all threads have ended."""
         for worker in self.workers:
             worker.transport.close()
-        me = self.scheduler.current
-
-        def others() -> list[Any]:
-            return [t for t in self.scheduler.threads if t is not me and not t.is_done]
-
-        self.scheduler.step("closed", lambda: not others(), 200.0)
-        assert not others(), f"threads have not ended: {others()}"
+        wait_for_threads(200.0)
 
     # -- the callers --------------------------------------------------------------------------
 
