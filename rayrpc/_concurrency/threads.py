@@ -165,8 +165,8 @@ class ThreadCache:
         Raises:
             RuntimeError, MemoryError: there is no thread yet, and the system starts none.
         """
-        self._tasks.append(task)  # first: an interrupt of the wait for the lock does not lose it
         try:
+            self._tasks.append(task)  # first: an interrupt of the wait for the lock keeps it
             with self._lock:
                 is_watched = self._watchdog is not None
                 is_taken = self._idle >= len(self._tasks)

@@ -75,6 +75,22 @@ def test_threads_end_when_idle_or_closed():
     assert eventually(lambda: cache.size == 0)
 
 
+@pytest.mark.parametrize("is_idle", [False, True], ids=["no thread is idle", "one is"])
+def test_a_task_that_is_queued_runs_whatever_point_of_its_submission_is_interrupted(is_idle):
+    number = 0
+    there_is_one = True
+    while there_is_one:
+        number += 1
+        cache = ThreadCache("test", idle_seconds=1000.0 if is_idle else 0.01)
+        cache.submit(lambda: None)
+        assert eventually(lambda: cache._taken == 1 and not cache._is_watching)  # noqa: B023
+        assert eventually(lambda: cache._idle == cache.size == is_idle)  # noqa: B023
+        there_is_one = interrupted(lambda: cache.submit(lambda: None), [threads.__file__], number)  # noqa: B023
+        assert eventually(lambda: not cache._tasks), f"after an interrupt at point {number}"  # noqa: B023
+        cache.close()
+    assert number > 5
+
+
 class TestSingleThread:
     def test_it_starts_once(self):
         runs, go = [], threading.Event()
