@@ -38,6 +38,7 @@ from rayrpc._protocol.membership import (
     not_unique,
     rank_taken,
 )
+from rayrpc._protocol.pending_joins import PendingJoins, is_by_hand
 
 __all__ = ["Group"]
 
@@ -61,11 +62,12 @@ class Group:
     def __init__(self, key: str) -> None:
         self.key = key
         self.sessions: list[Session] = []
-        self.pending: dict[str, Member] = {}  # joins to static groups, by token
+        self.pending = PendingJoins()  # to static groups
         # Whether the group of a run, or "" (by hand, by a name), was static. It is kept from
         # session to session, and at the end for as long as the directory runs.
         self._kinds: dict[str, bool] = {}
         self._sufficient: set[str] = set()  # runs
+        self._has_lost = False  # a member or a join since the last ``_forget``
         self._count = 0  # sessions so far
 
     @classmethod
@@ -95,12 +97,14 @@ class Group:
             return [Refused(request.token, reason)]
         self._note(request)
         if request.world_size is None:
-            return [self._join_dynamic(request)]
-        self.pending[request.token] = request
-        joins = [m for m in self.pending.values() if m.world_size == request.world_size]
-        of_run = [m for m in joins if _same_run(m, request)]
-        by_hand = [m for m in joins if _is_by_hand(m)] if _is_by_hand(request) else []
-        return self._form(of_run) or self._form(by_hand)
+            decision = self._join_dynamic(request)
+            self._has_lost |= isinstance(decision, Refused)
+            return [decision]
+        self.pending.add(request)
+        for joins in self.pending.belonging_with(request):
+            if len(joins) == request.world_size:
+                return self._form(joins.values())
+        return []
 
     def combine(self, starters: bool = False) -> list[Decision]:
         """Form groups of the pending joins of several runs; call it when no more joins come.
@@ -109,10 +113,10 @@ class Group:
             starters: of processes, too, that would suffice with those that they have started.
         """
         decisions: list[Decision] = []
-        for world_size in {m.world_size for m in self.pending.values()}:
+        for world_size in {m.world_size for m in self.pending}:
             decisions += self._form(
                 m
-                for m in self.pending.values()
+                for m in self.pending
                 if m.world_size == world_size
                 and self._is_open(m)
                 and (starters or not 0 < m.origin.started >= (world_size or 0) - 1)
@@ -121,7 +125,8 @@ class Group:
 
     def remove(self, token: str, kind: str, cause: str = "") -> bool:
         """Remove a member or a pending join; see ``Session.remove``."""
-        if self.pending.pop(token, None) is not None:
+        self._has_lost = True
+        if self.pending.remove(token):
             return True
         session = self.find(token)
         return session is not None and session.remove(token, kind, cause)
@@ -151,7 +156,7 @@ class Group:
             return []
         joined = {
             m.id
-            for m in self.pending.values()
+            for m in self.pending
             if m.world_size == one.world_size
             and (_belong(m, one) or (self._is_open(m) and self._is_open(one)))
         }
@@ -176,14 +181,17 @@ class Group:
     def everyone(self) -> list[Member]:
         """Return the members of all sessions, and those who wait for theirs."""
         members = [m for s in self.sessions for m in s.members.values()]
-        return [*members, *self.pending.values()]
+        return [*members, *self.pending]
 
     # -- inside -------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         """Forget sessions that are over, and runs that have ended, unless all have."""
+        if not self._has_lost:
+            return
         self.sessions = [s for s in self.sessions if not s.is_over]
         if not self.is_empty:
+            self._has_lost = False
             scopes = {scope for m in self.everyone() for scope in _scopes(m)}
             self._kinds = {scope: kind for scope, kind in self._kinds.items() if scope in scopes}
             self._sufficient &= scopes
@@ -204,9 +212,8 @@ class Group:
                     f"are alive. {self._used_by(members)} Wait until that run has ended, or use "
                     "another MASTER_PORT or init_method."
                 )
-        for other in self.pending.values():
-            if not _belong(other, request):
-                continue
+        for joins in self.pending.belonging_with(request):
+            other = next(iter(joins.values()), request)
             if other.world_size != request.world_size:
                 return (
                     f"RPC worker {request.name!r} (rank {request.id}) asks for world_size "
@@ -214,8 +221,8 @@ class Group:
                     f"{other.world_size}. {self._used_by([other])} Give every worker the same "
                     "world_size."
                 )
-            if other.id == request.id:
-                return rank_taken(request, other)
+            if request.id in joins:
+                return rank_taken(request, joins[request.id])
         return ""
 
     def _used_by(self, members: Sequence[Member]) -> str:
@@ -259,19 +266,15 @@ class Group:
         members = [by_rank[rank] for rank in sorted(by_rank)]
         by_name: dict[str, Member] = {}
         for member in members:
-            del self.pending[member.token]
+            self.pending.remove(member.token)
         for member in members:
             if member.name in by_name:
+                self._has_lost = True
                 reason = not_unique(member, by_name[member.name])
                 return [Refused(m.token, reason) for m in members]
             by_name[member.name] = member
         session = self._new_session(members)
         return [Admitted(m.token, Snapshot(session.number, m, members, 0)) for m in members]
-
-
-def _is_by_hand(member: Member) -> bool:
-    """Tell whether a user started a process by hand, which has started none itself."""
-    return not member.origin.launched and member.origin.started == 0
 
 
 def _same_run(one: Member, other: Member) -> bool:
@@ -280,7 +283,7 @@ def _same_run(one: Member, other: Member) -> bool:
 
 def _belong(one: Member, other: Member) -> bool:
     """Tell whether joins to a static group can only be meant for the same one."""
-    return _same_run(one, other) or (_is_by_hand(one) and _is_by_hand(other))
+    return _same_run(one, other) or (is_by_hand(one) and is_by_hand(other))
 
 
 def _meets_by_key(member: Member) -> bool:
@@ -295,5 +298,5 @@ def _meet_by_key(one: Member, other: Member) -> bool:
 def _scopes(member: Member) -> set[str]:
     """Return the run of a member, and "" if it belongs to others by the key alone."""
     is_static = member.world_size is not None
-    by_key = _is_by_hand(member) if is_static else _meets_by_key(member)
+    by_key = is_by_hand(member) if is_static else _meets_by_key(member)
     return {member.origin.run} | ({""} if by_key else set())

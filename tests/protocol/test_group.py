@@ -1,6 +1,7 @@
 """Who is in a group with whom: runs that start their ranks, and ranks that are started by hand."""
 
 import itertools
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,48 @@ def admitted(decisions):
 @pytest.fixture
 def group():
     return Group("key")
+
+
+def calls_in(function):
+    """Return how many Python functions a function calls."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["of a run", "by hand"])
+def test_a_join_costs_the_same_whatever_number_has_joined_before(group, launched):
+    def join_one(rank):
+        return calls_in(lambda: group.join(member("a", rank, 1000, launched, ranks=1000)))
+
+    costs = [join_one(rank) for rank in range(999)]
+    assert costs[1:] == costs[1:2] * 998
+    assert len(join(group, member("a", 999, 1000, launched, ranks=1000))) == 1000
+
+
+class TestRefusedJoins:
+    """A refused join leaves nothing behind, while others are in a group under the same key."""
+
+    def test_of_a_name_that_a_dynamic_group_has(self, group):
+        join(group, by_hand("a", 0, None))
+        (decision,) = join(group, by_hand("b", 0, None)).values()
+        assert isinstance(decision, Refused)
+        assert admitted(join(group, member("b", 0, 1))) == [("b0",)]
+
+    def test_of_ranks_with_the_same_name(self, group):
+        join(group, by_hand("h", 0, 1))
+        decisions = join(group, *(member("a", rank, 2, ranks=2, name="same") for rank in (0, 1)))
+        assert len(decisions) == 2 and not admitted(decisions)
+        assert admitted(join(group, member("a", 0, None))) == [("a0",)]
 
 
 class TestRunsThatSuffice:
