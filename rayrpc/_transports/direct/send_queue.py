@@ -28,6 +28,8 @@ MAX_HELD_BACK = 16
 FLUSH_SECONDS = 0.0002
 # How many parts go into one system call; systems allow 1024 and more.
 MAX_PARTS = 512
+# ... and how many bytes: while the system copies them, it takes in no acknowledgements.
+SEND_BYTES = 512 * 1024
 NO_CALL = -1
 # No thread has this ident: the writer has handed over, and another thread is to begin.
 HANDED_OVER = -1
@@ -305,14 +307,14 @@ class SendQueue:
                     del parts[0]
                     continue
                 parts[0] = memoryview(parts[0])[skipped:]
+            is_small = len(parts) == 1 and len(parts[0]) <= SEND_BYTES
+            first = parts if is_small else _first(parts)
             try:
                 # one call in C: an interrupt comes before, or after the count was stored
-                if len(parts) == 1:
-                    counts.extend(map(self._connection.send, parts, _NO_WAITS))
+                if len(first) == 1:
+                    counts.extend(map(self._connection.send, first, _NO_WAITS))
                 else:
-                    counts.extend(
-                        map(self._connection.sendmsg, (parts[:MAX_PARTS],), _NO_DATA, _NO_WAITS)
-                    )
+                    counts.extend(map(self._connection.sendmsg, (first,), _NO_DATA, _NO_WAITS))
             except BlockingIOError:
                 skipped = 0
                 if not is_writable(self._connection, timeout):
@@ -395,6 +397,18 @@ class SendQueue:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._on_broken(unsent)
+
+
+def _first(parts: list[Any]) -> list[Any]:
+    """Return the beginning of a message's parts, for one system call."""
+    left = SEND_BYTES
+    first: list[Any] = []
+    for part in parts[:MAX_PARTS]:
+        first.append(part if len(part) <= left else memoryview(part)[:left])
+        left -= len(first[-1])
+        if not left:
+            break
+    return first
 
 
 def _unsent(messages: list[_Outgoing], written: int) -> list[int]:

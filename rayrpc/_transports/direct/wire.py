@@ -44,6 +44,9 @@ _PREFIX = struct.Struct("<QQII")
 
 # Size of a connection's receive buffer; larger messages are received into memory of their own.
 CAPACITY = 64 * 1024
+# Bytes of a large message that one system call receives: while the system copies them, it takes in
+# no packets, nor acknowledges any.
+RECEIVE_BYTES = 256 * 1024
 # After this time a read raises TimeoutError, so that its thread checks the connection's state.
 TICK_SECONDS = 0.25
 
@@ -385,7 +388,7 @@ class MessageReader:
             view[:have] = self._view[self._start : self._start + have]
             self._start += have
         else:
-            have = self._receive(self._receive_all, view)
+            have = self._receive(self._receive_all, view[:RECEIVE_BYTES])
         if have == len(view):
             large.missing.pop()
         else:

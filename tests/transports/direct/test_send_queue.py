@@ -9,7 +9,7 @@ from conftest import eventually
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.direct.send_queue import SendQueue
+from rayrpc._transports.direct.send_queue import MAX_PARTS, SEND_BYTES, SendQueue
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import prepare
 
@@ -31,6 +31,43 @@ def threads():
     threads.start()
     yield threads
     threads.close()
+
+
+class Recorder:
+    """A connection that takes all at once."""
+
+    def __init__(self):
+        self.taken: list[list[bytes]] = []  # by system call
+
+    def send(self, part, flags):
+        return self.sendmsg([part], (), flags)
+
+    def sendmsg(self, parts, ancillary, flags):
+        self.taken.append([bytes(part) for part in parts])
+        return sum(map(len, parts))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1,),
+        (SEND_BYTES,),
+        (SEND_BYTES + 1,),
+        (100, 5 * SEND_BYTES),
+        (100, SEND_BYTES - 100, 7),
+        (*[SEND_BYTES // 3] * 10, 4 * SEND_BYTES, 5),
+        (10,) * (3 * MAX_PARTS),
+    ],
+    ids=lambda sizes: f"{len(sizes)} parts of {max(sizes)}",
+)
+def test_a_system_call_sends_so_many_bytes_and_parts_at_most(threads, sizes):
+    connection = Recorder()
+    parts = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    assert SendQueue(connection, threads, print).send(1, list(parts))  # type: ignore[arg-type]
+    assert b"".join(b"".join(each) for each in connection.taken) == b"".join(parts)
+    for taken in connection.taken[:-1]:
+        assert sum(map(len, taken)) == SEND_BYTES or len(taken) == MAX_PARTS
+    assert sum(map(len, connection.taken[-1])) <= SEND_BYTES
 
 
 def interrupted_once(function):

@@ -16,7 +16,13 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake, ServerHandshake
 from rayrpc._transports.direct.send_queue import SendQueue
-from rayrpc._transports.direct.wire import CAPACITY, MessageReader, message_parts, prepare
+from rayrpc._transports.direct.wire import (
+    CAPACITY,
+    RECEIVE_BYTES,
+    MessageReader,
+    message_parts,
+    prepare,
+)
 
 SECRET = b"s" * 32
 
@@ -182,6 +188,23 @@ class TestReading:
             got = message.frame()
             assert (message.number, got.data) == (expected.call_id, expected.data)
             assert [bytes(b) for b in got.buffers] == expected.buffers
+
+    def test_a_system_call_receives_so_many_bytes_at_most(self, ends):
+        asked = []
+
+        class Recorder(socket.socket):
+            def recv_into(self, buffer, *rest, **keywords):
+                asked.append(len(buffer))
+                return super().recv_into(buffer, *rest, **keywords)
+
+        sizes = (RECEIVE_BYTES - 1, 5 * RECEIVE_BYTES, 3)
+        sent = frame(1, b"", [os.urandom(size) for size in sizes])
+        message = b"".join(map(bytes, to_parts(1, sent)))
+        threading.Thread(target=ends[0].sendall, args=(message,), daemon=True).start()
+        with Recorder(fileno=os.dup(ends[1].fileno())) as connection:
+            got = read(MessageReader(connection))
+        assert [bytes(buffer) for buffer in got.buffers] == sent.buffers
+        assert max(asked) == RECEIVE_BYTES
 
     def test_buffers_are_the_receivers_own_and_writable(self, ends):
         for size in (10, CAPACITY * 2):
