@@ -174,6 +174,11 @@ class Stream:
                     elif message.content is None and not self._opened_here:
                         raise FrameError("a request has no frame")
                     return message
+                if not reader.has_more:  # the notice was the last
+                    self.flush()
+        except TimeoutError:  # the rest of a message does not come
+            self.flush()
+            raise
         except FrameError as exc:
             # as text: a log that keeps the exception keeps its traceback, and with it the memory
             logger.warning("closed a connection whose peer sent what it must not: %s", str(exc))

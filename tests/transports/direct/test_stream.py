@@ -1,0 +1,70 @@
+"""Streams: when what is held back is written."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.wire import (
+    RELEASED,
+    TICK_SECONDS,
+    MessageReader,
+    message_parts,
+    notice_part,
+    prepare,
+)
+
+WAIT_SECONDS = 60.0
+
+
+def request(number):
+    head = Frame(Kind.CALL, 0, 1, number).pack()
+    return b"".join(message_parts(number, head, []))
+
+
+@pytest.fixture
+def threads():
+    threads = ThreadCache("stream-test", idle_seconds=0.2)
+    yield threads
+    threads.close()
+
+
+@pytest.mark.parametrize(
+    ("rest", "tick"),
+    [
+        (notice_part(7, RELEASED), WAIT_SECONDS),
+        (notice_part(7, RELEASED) * 3, WAIT_SECONDS),
+        (notice_part(7, RELEASED) + request(2)[:30], TICK_SECONDS),
+        (request(2)[:10], TICK_SECONDS),
+    ],
+    ids=["a notice", "notices", "a notice and a part of a request", "a part of a request"],
+)
+def test_a_reply_does_not_wait_for_what_the_peer_may_never_send(threads, rest, tick):
+    """It is held back while there is more to read; then, only such comes."""
+    near, far = socket.socketpair()
+    with near, far:
+        prepare(near, tick)
+        prepare(far, WAIT_SECONDS)
+        stream = Stream(near, threads, lambda unsent: None, opened_here=False)
+        stream._pool = None
+        far.sendall(request(1) + rest)
+        assert stream.read().number == 1
+        stream.send(1, Frame(Kind.VALUE, 0, 0, 1), more=stream.has_more)
+        assert not stream.is_idle
+
+        def read():
+            with contextlib.suppress(EOFError):
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        stream.read()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert MessageReader(far).read().number == 1
+        far.close()
+        reader.join(WAIT_SECONDS)
+        assert not reader.is_alive()
