@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayrpc._protocol import group as group_module
+from rayrpc._protocol import membership, pending_joins
 from rayrpc._protocol.group import Group
 from rayrpc._protocol.membership import Admitted, Member, Refused
 from rayrpc._protocol.origin import Origin
@@ -53,12 +55,13 @@ def group():
 
 
 def calls_in(function):
-    """Return how many Python functions a function calls."""
+    """Return how many functions of the protocol a function calls."""
+    files = {module.__file__ for module in (group_module, pending_joins, membership)}
     count = 0
 
     def profile(frame, event, arg):
         nonlocal count
-        count += event == "call"
+        count += event == "call" and frame.f_code.co_filename in files
 
     sys.setprofile(profile)
     try:
