@@ -1,11 +1,16 @@
 """The context of RRefs: what a released RRef is to those that still name it."""
 
 import contextlib
+import gc
 
 import pytest
+from conftest import eventually
+from interrupting import interrupted
+from memory_workers import memory_group
 
 from rayrpc._protocol.ids import IdSource
 from rayrpc._protocol.messages import Fork
+from rayrpc._runtime.rrefs import collected, context, handle
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc.errors import CallError
 
@@ -39,3 +44,30 @@ def test_a_fork_of_a_released_rref_is_discarded(owner):
     owner.own(rref_id, fork_id, CREATOR)
     owner.on_peer_lost(CREATOR)
     owner.discard(Fork(rref_id, ids.new(), OWNER, CREATOR))
+
+
+class TestCollectedHandles:
+    @pytest.fixture
+    def workers(self):
+        with memory_group() as start:
+            yield start("a"), start("b")
+
+    def test_no_interrupt_keeps_the_fork(self, workers):
+        a, b = workers
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            handles = [a.remote(b, abs, -1)]
+            files = [module.__file__ for module in (collected, context, handle)]
+            there_is_one = interrupted(handles.clear, files, number)
+            assert eventually(a.is_empty), f"after an interrupt at point {number}"
+
+    def test_one_in_a_cycle_is_noticed_too(self, workers):
+        a, b = workers
+        handle = a.remote(b, abs, -1)
+        handle.itself = handle
+        del handle
+        assert not a.is_empty()
+        gc.collect()
+        assert eventually(a.is_empty) and not a.agent.rrefs._handles

@@ -2,8 +2,8 @@
 
 The table is pure.  The context guards it with a lock, sends its messages, wakes threads that wait
 for its effects, and reports collected handles to it.  Python may collect a handle in any thread,
-also in one that holds the context's lock; so ``drop`` only puts the fork's id into a queue, which
-the thread ``rayrpc-rrefs`` reads; and so do forks that were not sent.
+also in one that holds the context's lock; so a collected handle is only put into a queue, which
+the thread ``rayrpc-rrefs`` reads; and so are forks that were not sent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rayrpc._protocol.messages import Control, Fork
 from rayrpc._protocol.rref_entries import Confirmed, Effect
 from rayrpc._protocol.rref_table import RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc._runtime.rrefs.collected import CollectedHandles, HandleRef
 from rayrpc.errors import CallError, RpcError
 
 __all__ = ["Handle", "MakeHandle", "RRefContext"]
@@ -86,8 +87,9 @@ class _Messages(NamedTuple):
     messages: tuple[Control, ...]
 
 
-# What the thread of a context is to do: delete a used fork, undo a fork that was not sent, ...
-_Task = GloballyUniqueId | Fork | _Messages
+# What the thread of a context is to do: delete the fork of a handle that was collected, undo a fork
+# that was not sent, ...
+_Task = HandleRef | Fork | _Messages
 
 
 class RRefContext:
@@ -114,6 +116,7 @@ class RRefContext:
         self._lock = threading.Lock()
         self._unconfirmed: dict[GloballyUniqueId, list[Event]] = {}
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._handles = CollectedHandles(self._tasks.put)
         # RRefs that were in use before their holders or owners left; see keep_leaks
         self._kept_leaks: dict[GloballyUniqueId, str] | None = None
         self._closed = False
@@ -231,9 +234,9 @@ class RRefContext:
 
     # -- handles ------------------------------------------------------------------------------
 
-    def drop(self, fork_id: GloballyUniqueId) -> None:
-        """Note that Python collected a handle; safe in any thread that collects."""
-        self._tasks.put(fork_id)
+    def watch(self, handle: object, fork_id: GloballyUniqueId) -> None:
+        """Delete a fork once Python collects its handle, in whatever thread."""
+        self._handles.watch(handle, fork_id)
 
     def release_later(self, fork: Fork) -> None:
         """Undo a fork that was not sent; safe in any thread that collects."""
@@ -437,7 +440,8 @@ class RRefContext:
                         elif isinstance(task, _Messages):
                             effects += self._table.on_messages(*task)
                         else:
-                            self._table.drop(task)
+                            self._handles.forget(task)
+                            self._table.drop(task.fork_id)
                     if is_due:
                         self._table.retransmit()
                 self._settle(effects)

@@ -89,11 +89,8 @@ class RRef(Generic[T]):
         self._future = None
         self._profiling = None
         self._type: Any = None
-
-    def __del__(self) -> None:
-        fork_id = getattr(self, "_fork_id", None)
         if fork_id is not None:
-            self._home.rrefs.drop(fork_id)
+            home.rrefs.watch(self, fork_id)
 
     # -- owner --------------------------------------------------------------------------------
 
