@@ -12,13 +12,19 @@ from simulation.scheduler import signal_points
 __all__ = ["interrupted"]
 
 
-def interrupted(function: Callable[[], object], files: Collection[str | None], number: int) -> bool:
+def interrupted(
+    function: Callable[[], object],
+    files: Collection[str | None],
+    number: int,
+    finalizers: bool = True,
+) -> bool:
     """Raise KeyboardInterrupt where Python may run a signal's handler for the ``number``-th time.
 
     Args:
         function: is called.
         files: in whose code.
         number: from 1 on.
+        finalizers: in those, too, where Python ignores the exception.
 
     Returns:
         Whether there are so many such places.
@@ -31,6 +37,8 @@ def interrupted(function: Callable[[], object], files: Collection[str | None], n
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and frame.f_lasti in signal_points(frame.f_code):
+            if not finalizers and _is_in_finalizer(frame):
+                return trace
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -45,3 +53,9 @@ def interrupted(function: Callable[[], object], files: Collection[str | None], n
     finally:
         sys.settrace(before)
     return left <= 0
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import fcntl
+import io
 import itertools
 import mmap
 import os
@@ -25,7 +26,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,9 +111,9 @@ def map_memory(descriptor: int, capacity: int) -> Any:
 
     Python's own ``mmap`` keeps a descriptor for as long as the memory is mapped.
     """
-    address = _map(descriptor, capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    memory = (ctypes.c_ubyte * capacity).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, capacity).atexit = False
+    mapping = _Mapping(descriptor, capacity)
+    memory: Any = (ctypes.c_ubyte * capacity).from_address(mapping.address)
+    memory.mapping = mapping
     return memory
 
 
@@ -137,6 +137,35 @@ def make_private(memory: Any, descriptor: int) -> None:
         error = _error()
         _libc.munmap(address, capacity)
         raise error
+
+
+class _Mapping:
+    """A file's memory, until this is deleted.
+
+    An interrupt may come once the system has mapped it, in what may be a second: what it returns is
+    added to a list by the same call in C.
+    """
+
+    __slots__ = ("_addresses", "_capacity")
+
+    def __init__(self, descriptor: int, capacity: int) -> None:
+        self._capacity = capacity
+        self._addresses: list[int] = []
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        arguments = None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+        self._addresses.extend(itertools.starmap(_libc.mmap, (arguments,)))
+        if self.address == _FAILED:
+            raise _error()
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+        return self._addresses[0]
+
+    def __del__(self) -> None:
+        for address in getattr(self, "_addresses", ()):  # an interrupt may end the constructor
+            if address != _FAILED:
+                _libc.munmap(address, self._capacity)
 
 
 def _map(descriptor: int, capacity: int, flags: int) -> int:
@@ -203,15 +232,18 @@ class Segment:
         self.capacity = capacity
         #: when the receiver released it last
         self.free_since = 0.0
-        descriptor = os.memfd_create("rayrpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        # in one call in C: an interrupt between the two would leave the descriptor open
+        [file] = map(io.FileIO, map(os.memfd_create, ["rayrpc"], [flags]), ["r+"])
         try:
+            descriptor = file.fileno()
             os.ftruncate(descriptor, capacity)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
             self._memory = map_memory(descriptor, capacity)
             self._view = memoryview(self._memory).cast("B")
             send(descriptor)
         finally:
-            os.close(descriptor)
+            file.close()
 
     def fill(self, views: Sequence[memoryview], starts: Sequence[int]) -> None:
         """Copy buffers in, each to its offset."""
@@ -249,8 +281,9 @@ class Lease:
         self.number = 0
 
     def __del__(self) -> None:
-        if self.number:
-            self._ended.append(self.number)
+        number = getattr(self, "number", 0)  # an interrupt may end the constructor
+        if number:
+            self._ended.append(number)
 
 
 class SegmentPool:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupting import interrupted
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct import shared_memory
-from rayrpc._transports.direct.shared_memory import SegmentPool, offsets
+from rayrpc._transports.direct.shared_memory import Segment, SegmentPool, offsets
 from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
 from rayrpc._transports.direct.wire import SharedBuffers, prepare, shared_parts
 
@@ -348,6 +349,22 @@ class TestTheEnd:
         del near, far, end
         gc.collect()
         assert (descriptors(), mappings()) == before
+
+    def test_an_interrupt_while_a_segment_is_made_leaves_neither(self):
+        gc.collect()
+        before = descriptors(), mappings()
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            there_is_one = interrupted(
+                lambda: Segment(1, LARGE, lambda descriptor: None),
+                [shared_memory.__file__],
+                number,
+                finalizers=False,
+            )
+            assert (descriptors(), mappings()) == before, f"after an interrupt at point {number}"
+        assert number > 10
 
     def test_no_function_in_python_runs_when_a_buffer_is_deleted(self, ends):
         """Ctrl-C in it would keep the segment in use for ever."""
