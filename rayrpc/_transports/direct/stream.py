@@ -80,8 +80,10 @@ class Stream:
         self._held: list[Callable[[], object]] = []  # until the peer has read
         self._unread_lock = threading.Lock()
         self._shared_bytes = 0  # in segments that were sent since the peer last had read all
-        self._reader = MessageReader(connection, (memory or ReceivedMemory()).acquire)
         self._send_queue = SendQueue(connection, threads, on_broken)
+        self.flush = self._send_queue.flush
+        self.flush_later = self._send_queue.flush_later
+        self._reader = MessageReader(connection, (memory or ReceivedMemory()).acquire, self.flush)
         self._mapped = MappedSegments(
             self._send_queue.piggyback,
             lambda number, reusable: notice_part(number, RELEASED if reusable else DISCARDED),
@@ -96,8 +98,6 @@ class Stream:
                     send_descriptor(connection, b"\0", other.fileno())
         self.wait = self._reader.wait
         self.handled = self._reader.handled
-        self.flush = self._send_queue.flush
-        self.flush_later = self._send_queue.flush_later
 
     @property
     def shares_memory(self) -> bool:
@@ -152,12 +152,10 @@ class Stream:
         reader = self._reader
         if self._descriptors is None and self._pool is not None:
             self._descriptors = self._receive_descriptor_socket()
-        if not reader.has_more:
+        if self.has_unread:
             self.flush()
-        if self.has_unread and not (
-            reader.wait(UNREAD_SECONDS) and self.wait_until_read(UNREAD_SECONDS)
-        ):
-            raise TimeoutError
+            if not (reader.wait(UNREAD_SECONDS) and self.wait_until_read(UNREAD_SECONDS)):
+                raise TimeoutError
         try:
             while True:
                 message = reader.read()
@@ -174,11 +172,6 @@ class Stream:
                     elif message.content is None and not self._opened_here:
                         raise FrameError("a request has no frame")
                     return message
-                if not reader.has_more:  # the notice was the last
-                    self.flush()
-        except TimeoutError:  # the rest of a message does not come
-            self.flush()
-            raise
         except FrameError as exc:
             # as text: a log that keeps the exception keeps its traceback, and with it the memory
             logger.warning("closed a connection whose peer sent what it must not: %s", str(exc))

@@ -271,16 +271,27 @@ def _has_none() -> bool:
     return False
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class MessageReader:
     """Read messages from a connection; by one thread at a time.
 
     Args:
         connection (socket): prepared; a TlsSocket has bytes that it does not announce, too.
         allocate (Callable): returns the memory of a large buffer, by its size in bytes.
+        before_wait (Callable): called before each wait for bytes.
     """
 
-    def __init__(self, connection: socket.socket, allocate: Allocate = _new_memory) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        allocate: Allocate = _new_memory,
+        before_wait: Callable[[], object] = _do_nothing,
+    ) -> None:
         self._allocate = allocate
+        self._before_wait = before_wait
         self._receive_into: Callable[[Any], int] = connection.recv_into
         self._receive_all: Callable[[Any], int] = connection.recv_into
         if type(connection) is socket.socket:
@@ -396,6 +407,7 @@ class MessageReader:
 
     def _receive(self, receive: Callable[[Any], int], view: memoryview) -> int:
         self._is_waiting = True
+        self._before_wait()
         try:
             # One call in C: an interrupt comes while it waits, or after it stored the count.
             self._received.extend(map(receive, (view,)))

@@ -11,7 +11,6 @@ from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import (
     RELEASED,
-    TICK_SECONDS,
     MessageReader,
     message_parts,
     notice_part,
@@ -26,6 +25,11 @@ def request(number):
     return b"".join(message_parts(number, head, []))
 
 
+def large_request(number):
+    head = Frame(Kind.CALL, 0, 1, number).pack()
+    return b"".join(message_parts(number, head, [memoryview(bytes(1_000_000))]))
+
+
 @pytest.fixture
 def threads():
     threads = ThreadCache("stream-test", idle_seconds=0.2)
@@ -34,21 +38,28 @@ def threads():
 
 
 @pytest.mark.parametrize(
-    ("rest", "tick"),
+    "rest",
     [
-        (notice_part(7, RELEASED), WAIT_SECONDS),
-        (notice_part(7, RELEASED) * 3, WAIT_SECONDS),
-        (notice_part(7, RELEASED) + request(2)[:30], TICK_SECONDS),
-        (request(2)[:10], TICK_SECONDS),
+        notice_part(7, RELEASED),
+        notice_part(7, RELEASED) * 3,
+        notice_part(7, RELEASED) + request(2)[:30],
+        request(2)[:10],
+        large_request(2)[:100_000],
     ],
-    ids=["a notice", "notices", "a notice and a part of a request", "a part of a request"],
+    ids=[
+        "a notice",
+        "notices",
+        "a notice and a part of a request",
+        "a part of a request",
+        "a part of a large one",
+    ],
 )
-def test_a_reply_does_not_wait_for_what_the_peer_may_never_send(threads, rest, tick):
+def test_a_reply_does_not_wait_for_what_the_peer_may_never_send(threads, rest):
     """It is held back while there is more to read; then, only such comes."""
     near, far = socket.socketpair()
     with near, far:
-        prepare(near, tick)
-        prepare(far, WAIT_SECONDS)
+        for each in (near, far):
+            prepare(each, WAIT_SECONDS)
         stream = Stream(near, threads, lambda unsent: None, opened_here=False)
         stream._pool = None
         far.sendall(request(1) + rest)
