@@ -38,7 +38,7 @@ from rayrpc._protocol.membership import (
     not_unique,
     rank_taken,
 )
-from rayrpc._protocol.pending_joins import PendingJoins, is_by_hand
+from rayrpc._protocol.pending_joins import PendingJoins
 
 __all__ = ["Group"]
 
@@ -283,7 +283,7 @@ def _same_run(one: Member, other: Member) -> bool:
 
 def _belong(one: Member, other: Member) -> bool:
     """Tell whether joins to a static group can only be meant for the same one."""
-    return _same_run(one, other) or (is_by_hand(one) and is_by_hand(other))
+    return _same_run(one, other) or (one.origin.is_by_hand and other.origin.is_by_hand)
 
 
 def _meets_by_key(member: Member) -> bool:
@@ -298,5 +298,5 @@ def _meet_by_key(one: Member, other: Member) -> bool:
 def _scopes(member: Member) -> set[str]:
     """Return the run of a member, and "" if it belongs to others by the key alone."""
     is_static = member.world_size is not None
-    by_key = is_by_hand(member) if is_static else _meets_by_key(member)
+    by_key = member.origin.is_by_hand if is_static else _meets_by_key(member)
     return {member.origin.run} | ({""} if by_key else set())

@@ -35,6 +35,11 @@ class Origin(NamedTuple):
     ranks: int = 1
     started: int = 0
 
+    @property
+    def is_by_hand(self) -> bool:
+        """Tell whether a user started the process by hand, and it has started none itself."""
+        return not self.launched and self.started == 0
+
     def __str__(self) -> str:
         return (
             f"user {self.user!r}, program {self.program!r}, host {self.host!r}, pid {self.pid}"

@@ -6,14 +6,9 @@ from collections.abc import Iterator
 
 from rayrpc._protocol.membership import Member
 
-__all__ = ["PendingJoins", "is_by_hand"]
+__all__ = ["PendingJoins"]
 
 BY_HAND = ""  # no run has this name
-
-
-def is_by_hand(member: Member) -> bool:
-    """Tell whether a user started a process by hand, which has started none itself."""
-    return not member.origin.launched and member.origin.started == 0
 
 
 class PendingJoins:
@@ -65,5 +60,5 @@ class PendingJoins:
 def _scopes(join: Member) -> Iterator[str]:
     if join.origin.run:
         yield join.origin.run
-    if is_by_hand(join):
+    if join.origin.is_by_hand:
         yield BY_HAND
