@@ -99,7 +99,7 @@ REGRESSIONS = [
         Mutation(
             "Ctrl-C before a message is written leaves its segment in use",
             "_transports.direct.shared_memory",
-            "        if self.number:\n",
+            "        if number:\n",
             "        if False:\n",
         ),
     ),
