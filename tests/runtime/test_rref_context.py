@@ -63,6 +63,20 @@ class TestCollectedHandles:
             there_is_one = interrupted(handles.clear, files, number)
             assert eventually(a.is_empty), f"after an interrupt at point {number}"
 
+    def test_an_error_in_the_protocol_keeps_no_other_fork(self, workers, monkeypatch, caplog):
+        a, b = workers
+        handles = [a.remote(b, abs, -1)]
+
+        def fail(fork):
+            raise KeyError(fork)
+
+        monkeypatch.setattr(a.agent.rrefs._table, "unshare", fail)
+        ids = IdSource(1)
+        a.agent.rrefs.release_later(Fork(ids.new(), ids.new(), OWNER, CREATOR))
+        handles.clear()
+        assert eventually(a.is_empty)
+        assert "may leak some" in caplog.text
+
     def test_one_in_a_cycle_is_noticed_too(self, workers):
         a, b = workers
         handle = a.remote(b, abs, -1)

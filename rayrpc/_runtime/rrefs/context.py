@@ -428,27 +428,33 @@ class RRefContext:
         next_turn = Deadline(RETRANSMIT_SECONDS)
         while not self._closed:
             tasks = self._take_tasks()
-            is_due = next_turn.expired
-            if is_due:
+            if is_due := next_turn.expired:
                 next_turn = Deadline(RETRANSMIT_SECONDS)
+            for task in tasks:
+                try:
+                    self._settle(self._run_task(task))
+                except Exception:
+                    logger.exception("an error in the protocol of RRefs: this worker may leak some")
             try:
-                effects: list[Effect] = []
-                with self._lock:
-                    for task in tasks:
-                        if isinstance(task, Fork):
-                            effects += self._table.unshare(task)
-                        elif isinstance(task, _Messages):
-                            effects += self._table.on_messages(*task)
-                        else:
-                            self._handles.forget(task)
-                            self._table.drop(task.fork_id)
-                    if is_due:
+                if is_due:
+                    with self._lock:
                         self._table.retransmit()
-                self._settle(effects)
                 if (tasks or is_due) and not self._closed:
                     self.flush()
             except Exception:  # what was not sent is retransmitted
                 logger.exception("messages of RRefs could not be sent")
+
+    def _run_task(self, task: _Task) -> list[Effect]:
+        effects: list[Effect] = []
+        with self._lock:
+            if isinstance(task, Fork):
+                effects = self._table.unshare(task)
+            elif isinstance(task, _Messages):
+                effects = self._table.on_messages(*task)
+            else:
+                self._handles.forget(task)
+                self._table.drop(task.fork_id)
+        return effects
 
     def _take_tasks(self) -> list[_Task]:
         """Return a batch of tasks, empty after ``RETRANSMIT_SECONDS`` without one."""
