@@ -183,6 +183,8 @@ class Frame:
         takes_slot (bool): the function counts among those that run at a time.
         is_stable (bool): the sender writes nothing to the buffers until the reply has arrived; else
             they may change as soon as the frame was given to a transport.
+        pending (Pending | None): where the reply to a request will be, if it may arrive: the sender
+            learns it here if an interrupt keeps the transport from returning it.
     """
 
     kind: Kind
@@ -200,6 +202,7 @@ class Frame:
     buffers: list[Any] = field(default_factory=list)
     takes_slot: bool = True
     is_stable: bool = field(default=False, compare=False)
+    pending: Any = field(default=None, compare=False, repr=False)
 
     @property
     def unsent_forks(self) -> SharedForks | None:

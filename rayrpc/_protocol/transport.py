@@ -92,6 +92,14 @@ class Pending(abc.ABC):
                 some milliseconds, until other replies are read.
         """
 
+    def on_orphaned(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+        """Call ``callback`` with the reply, should one arrive, after an interrupt of ``call``.
+
+        What waits for replies may not know of the call, nor its request have been sent; a callback
+        of ``on_done`` may be there, too.
+        """
+        self.on_done(callback, urgent=False)
+
 
 class PendingReply(OneShot[Outcome[Frame]], Pending):
     """A pending call that is completed by ``complete``."""
@@ -177,7 +185,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def call(self, peer: Member, frame: Frame) -> Pending:
-        """Send a request to a peer; return where its reply will be."""
+        """Send a request to a peer; return where its reply will be, and set ``frame.pending``."""
 
     def on_interrupted_call(self) -> None:  # noqa: B027 - of most there is nothing to read
         """Read the reply to a call all the same that an interrupt keeps from being waited for.

@@ -263,7 +263,7 @@ class Agent:
 
     def _send(self, peer: Member, frame: Frame) -> Pending:
         if peer.token == self.member.token:
-            pending = PendingReply()
+            frame.pending = pending = PendingReply()
             arrived = copied(frame)
 
             def serve() -> None:
@@ -274,7 +274,7 @@ class Agent:
             return pending
         error = self._members.death_of(peer)
         if error is not None:
-            pending = PendingReply()
+            frame.pending = pending = PendingReply()
             pending.complete(Error(error))
             return pending
         return self._transport.call(peer, frame)

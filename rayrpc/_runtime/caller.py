@@ -116,9 +116,13 @@ class Caller:
             release_reader()
             return StartedCall(lambda unwanted: future.wait(), lambda: None)
         request, frame = self._request(to, invocation, timeout, hooks)
-        of_call = request, self._post(request, frame)
-        wait = functools.partial(self._wait, *of_call)
-        return StartedCall(wait, functools.partial(self._abandon, *of_call))
+        try:
+            of_call = request, self._post(request, frame)
+            wait = functools.partial(self._wait, *of_call)
+            return StartedCall(wait, functools.partial(self._abandon, *of_call))
+        except BaseException:  # an interrupt
+            self._abandon(request, frame.pending)
+            raise
 
     def _request(
         self, to: Member, invocation: Invocation, timeout: float | None, hooks: list[Hook]
@@ -285,8 +289,9 @@ class Caller:
     def _post_and_wait(self, request: Request, frame: Frame) -> Any:
         try:
             return self._wait(request, self._post(request, frame))
-        finally:
-            self._waiting.pop(request.id, None)
+        except BaseException:  # an interrupt may come between the two
+            self._abandon(request, frame.pending)
+            raise
 
     def _post(self, request: Request, frame: Frame) -> Pending:
         """Send a call that a thread waits for; ``_wait`` or ``_abandon`` follows."""
@@ -299,13 +304,23 @@ class Caller:
             return self._send(request.to, frame)
         except BaseException:
             self._waiting.pop(request.id, None)
-            self._on_interrupted_send()
+            self._orphan(request, frame, functools.partial(self._on_late_reply, request))
             raise
+
+    def _orphan(
+        self, request: Request, frame: Frame, on_late: Callable[[Outcome[Frame]], None]
+    ) -> None:
+        """Have the reply released, should one arrive, to a call whose sending was interrupted."""
+        request.lent = ()  # where it was not sent, this would hold them for ever
+        if frame.pending is not None:
+            frame.pending.on_orphaned(on_late)
+        self._on_interrupted_send()
 
     def _wait(
         self, request: Request, pending: Pending, unwanted: Callable[[], bool] | None = None
     ) -> Any:
         """Return the value of a call; see ``StartedCall``."""
+        taken: set[int] = set()
         try:
             try:
                 reply = self._await(request, pending, unwanted)
@@ -314,7 +329,13 @@ class Caller:
                 if isinstance(exc, TimeoutError):
                     raise timed_out(request.timeout) from None
                 raise
-            return self._open_reply(request, reply)
+            try:
+                return self._open_reply(request, reply, taken)
+            except BaseException:  # an interrupt may come before its RRefs are decoded
+                for position, fork in enumerate(reply.forks):
+                    if position not in taken:
+                        self._rrefs.discard(fork)
+                raise
         finally:
             self._waiting.pop(request.id, None)
 
@@ -362,7 +383,7 @@ class Caller:
         except BaseException:  # an interrupt: the program has nothing to wait with
             self._open.pop(request.id, None)
             call.end(by_reply=False)
-            self._on_interrupted_send()
+            self._orphan(request, frame, call.on_reply)
             raise
 
     def _expire(self, call_id: int, timeout: float) -> None:
@@ -405,14 +426,15 @@ class Caller:
 
     # -- replies ------------------------------------------------------------------------------
 
-    def _open_reply(self, request: Request, reply: Frame) -> Any:
+    def _open_reply(self, request: Request, reply: Frame, taken: set[int] | None = None) -> Any:
+        """Return the value of a call, or raise its error; see ``Codec.decode`` for ``taken``."""
         worker = self._worker
         if reply.control or reply.ack:
             self._take_control(request.to, reply)
         if reply.kind is not Kind.VALUE:
             remote = RemoteException(*pickle.loads(reply.data))
             raise rebuild(remote, request.keeps_type)
-        value = worker.codec.decode(reply.data, reply.buffers, reply.forks)
+        value = worker.codec.decode(reply.data, reply.buffers, reply.forks, taken)
         if reply.forks:
             self._rrefs.flush()
         if reply.meta and request.call is not None:

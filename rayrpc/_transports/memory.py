@@ -77,7 +77,7 @@ class MemoryTransport(Transport):
         self._hub.transports[self._address] = self
 
     def call(self, peer: Member, frame: Frame) -> Pending:
-        pending = PendingReply()
+        frame.pending = pending = PendingReply()
         callee = self._hub.transports.get(peer.address)
         if callee is None:
             pending.complete(Error(WorkerDiedError(peer.name, "it does not serve", peer.node)))

@@ -15,11 +15,13 @@ from conftest import eventually
 from interrupting import interrupted
 
 import rayrpc
+from rayrpc._runtime import agent, caller
 from rayrpc._transports import memory
 from rayrpc._transports.direct.transport import DirectTransport
 from rayrpc._transports.memory import MemoryTransport
 
 FILES = {str(path) for path in Path(rayrpc.__file__).parent.rglob("*.py")} - {memory.__file__}
+CALLER = {module.__file__ for module in (agent, caller)}
 SECONDS = 30.0
 TENSOR = torch.ones(50_000)  # goes by shared memory
 
@@ -36,6 +38,10 @@ def workers(monkeypatch):
 
 def make():
     return torch.ones(3)
+
+
+def same(value):
+    return value
 
 
 def take(value):
@@ -75,7 +81,16 @@ def test_a_call_may_be_struck_at_any_point(workers, name):
     assert eventually(lambda: a.is_empty() and b.is_empty())
 
 
-def strike_each_point(a, b, call):
+@pytest.mark.parametrize("way", ["rpc_sync", "rpc_async"])
+def test_an_rref_in_the_reply_to_a_struck_call_is_released(workers, way):
+    a, b = workers
+    call = a.sync if way == "rpc_sync" else a.future
+    strike_each_point(a, b, lambda a, b, used, owned: call(b, same, owned), CALLER)
+    gc.collect()
+    assert eventually(lambda: a.is_empty() and b.is_empty())
+
+
+def strike_each_point(a, b, call, files=FILES):
     used, owned = a.remote(b, make), a.remote(a, make)
     assert used.to_here().equal(owned.to_here())
 
@@ -90,7 +105,7 @@ def strike_each_point(a, b, call):
     there_is_one = True
     while there_is_one:
         number += 1
-        there_is_one = interrupted(lambda: call(a, b, used, owned), FILES, number, finalizers=False)
+        there_is_one = interrupted(lambda: call(a, b, used, owned), files, number, finalizers=False)
         for to in (a, b):
             assert a.sync(to, max, number, 0, timeout=SECONDS) == number, f"at point {number}"
         if number % 8 == 0 or not there_is_one:

@@ -351,8 +351,19 @@ class Codec:
             _session.encoding = outer
         return Payload(file.getvalue(), encoding.buffers, forks, tuple(encoding.lent))
 
-    def decode(self, data: bytes, buffers: Sequence[Any], forks: Sequence[Fork]) -> Any:
+    def decode(
+        self,
+        data: bytes,
+        buffers: Sequence[Any],
+        forks: Sequence[Fork],
+        taken: set[int] | None = None,
+    ) -> Any:
         """Unpickle a payload.
+
+        Args:
+            data, buffers: the pickle.
+            forks: of the RRefs in it.
+            taken: takes the positions of the forks that were received.
 
         Raises:
             FunctionNotFoundError: it names a function, class or module that is not here.
@@ -361,7 +372,8 @@ class Codec:
         """
         if not forks:
             return self._load(data, buffers)
-        taken: set[int] = set()
+        if taken is None:
+            taken = set()
 
         def receive(position: int) -> Any:
             received = self._sharer.receive(forks[position])
@@ -377,6 +389,7 @@ class Codec:
             for position, fork in enumerate(forks):
                 if position not in taken:
                     self._sharer.discard(fork)
+                    taken.add(position)
 
     def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
         outer = _session.sharer

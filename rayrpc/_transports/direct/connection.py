@@ -103,7 +103,7 @@ class CallerConnection(ReplyReader):
 
     def call(self, frame: Frame) -> ConnectionCall | None:
         """Send a request; return None if the connection is broken."""
-        call = ConnectionCall(self, frame.call_id, frame, self._lock)
+        frame.pending = call = ConnectionCall(self, frame.call_id, frame, self._lock)
         if self._stream is None:  # the frame is sent later
             frame.keep_buffers()
         try:

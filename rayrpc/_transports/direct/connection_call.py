@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -139,6 +140,9 @@ class ConnectionCall(OneShot[Reply], Pending):
         except BaseException:
             self._connection.repair()
             raise
+
+    def on_orphaned(self, callback: Callable[[Outcome[Frame]], None]) -> None:
+        self.add_callback(functools.partial(self._report, callback))
 
     def set(self, value: Reply) -> bool:
         with self._lock:

@@ -283,7 +283,7 @@ class DirectTransport(Transport):
     def _call_by_fallback(self, peer: Member, frame: Frame, reason: str) -> Pending:
         if not self._only:
             return self._fallback.call(peer, frame)
-        pending = PendingReply()
+        frame.pending = pending = PendingReply()
         self._threads.submit(lambda: self._refuse(peer, pending, reason))
         return pending
 

@@ -173,7 +173,7 @@ class RayTransport(Transport):
         if peer.token in self._handles:
             return self._send(peer, frame)
         frame.keep_buffers()  # it is sent later
-        found = PendingReply()
+        frame.pending = found = PendingReply()
         with self._lock:
             waiting = self._searches.get(peer.token)
             if waiting is None:
@@ -205,10 +205,11 @@ class RayTransport(Transport):
         try:
             ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
         except Exception as exc:
-            pending = PendingReply()
-            pending.complete(Error(_translated(peer, exc)))
-            return pending
-        return _RayPending(self, peer, frame.call_id, ref)
+            frame.pending = failed = PendingReply()
+            failed.complete(Error(_translated(peer, exc)))
+            return failed
+        frame.pending = pending = _RayPending(self, peer, frame.call_id, ref)
+        return pending
 
     def _handle(self, peer: Member) -> Any:
         """Return the handle of a peer's endpoint."""
