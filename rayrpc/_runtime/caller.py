@@ -332,9 +332,7 @@ class Caller:
             try:
                 return self._open_reply(request, reply, taken)
             except BaseException:  # an interrupt may come before its RRefs are decoded
-                for position, fork in enumerate(reply.forks):
-                    if position not in taken:
-                        self._rrefs.discard(fork)
+                self._worker.codec.discard(reply.forks, taken)
                 raise
         finally:
             self._waiting.pop(request.id, None)

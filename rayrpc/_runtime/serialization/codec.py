@@ -386,10 +386,14 @@ class Codec:
             return self._load(data, buffers)
         finally:
             _session.receive = outer
-            for position, fork in enumerate(forks):
-                if position not in taken:
-                    self._sharer.discard(fork)
-                    taken.add(position)
+            self.discard(forks, taken)
+
+    def discard(self, forks: Sequence[Fork], taken: set[int]) -> None:
+        """Receive and release the forks that were not received; see ``decode``."""
+        for position, fork in enumerate(forks):
+            if position not in taken:
+                self._sharer.discard(fork)
+                taken.add(position)
 
     def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
         outer = _session.sharer
