@@ -25,7 +25,7 @@ from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
-from rayrpc._transports.direct.connection_call import ConnectionCall, take_unsent
+from rayrpc._transports.direct.connection_call import ConnectionCall, Reply, take_unsent
 from rayrpc._transports.direct.connection_owner import ConnectionOwner
 from rayrpc._transports.direct.peer_process import pid_of_peer
 from rayrpc._transports.direct.reader_schedule import BROKEN
@@ -253,24 +253,29 @@ class CallerConnection(ReplyReader):
     def _complete(self, message: Message, is_handled: bool = False) -> None:
         number = message.number
         call = self._calls.get(number)
+        stream = self._stream
+        assert stream
+        if not is_handled and (message.content is None or self.is_bulk):
+            stream.handle_once()
         if call is None and self.is_bulk:
             with self._lock:
                 call = self._calls.get(number)
                 if call is None:
                     self._early[number] = message
-        stream = self._stream
-        assert stream
         if call is None:
             if not is_handled:
                 stream.handled()
             return
-        is_here = message.content is not None
-        reply = message if is_here else self._owner.expect_large(self, number)
+        reply: Reply = message
+        if message.content is None:
+            reply = self._owner.expect_large(self, number)
         try:
             if not is_handled:
                 stream.handled()  # from now on the reply is not lost
             call.set(reply)
         except BaseException:  # an interrupt
+            if not is_handled:
+                stream.handled()
             self._threads.submit(functools.partial(call.set_again, reply))
             raise
         finally:

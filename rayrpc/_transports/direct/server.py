@@ -364,6 +364,7 @@ class ServerConnection:
                     return True
                 continue
             frame = message.frame()
+            self._stream.handled()
             del message  # the request's buffers live no longer than its call
             self._serving.add(me)
             role.message_received()

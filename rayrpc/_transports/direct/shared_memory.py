@@ -230,8 +230,9 @@ class Segment:
     def __init__(self, number: int, capacity: int, send: Callable[[int], None]) -> None:
         self.number = number
         self.capacity = capacity
-        #: when the receiver released it last
+        #: when the receiver released it last, and by which notice
         self.free_since = 0.0
+        self.released_by: object = None
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         # in one call in C: an interrupt between the two would leave the descriptor open
         [file] = map(io.FileIO, map(os.memfd_create, ["rayrpc"], [flags]), ["r+"])
@@ -342,21 +343,30 @@ class SegmentPool:
             self._used[number] = segment
         return segment
 
-    def release(self, number: int) -> bool:
-        """End the use of a segment; return True if it is kept, False if its memory is freed."""
+    def release(self, number: int, notice: object = None) -> bool:
+        """End the use of a segment.
+
+        Args:
+            number: of the segment.
+            notice: that the receiver has released it; has no effect the second time.
+
+        Returns:
+            Whether it is kept; else call ``discard``.
+        """
         with self._lock:
             segment = self._used.get(number)
-            if segment is None:
+            if segment is None or (notice is not None and segment.released_by is notice):
                 return True
             if self._closed or self._free_bytes + segment.capacity > MAX_FREE_BYTES:
-                del self._used[number]
                 return False
             segment.free_since = time.monotonic()
-            self._free[segment.capacity].extend(map(self._used.pop, (number,)))
+            keep, used = self._free[segment.capacity].extend, map(self._used.pop, (number,))
+            segment.released_by = notice  # no interrupt comes between this and the next
+            keep(used)
             return True
 
     def discard(self, number: int) -> None:
-        """Free a segment that was in use, and that the receiver does not want to be used again."""
+        """Free a segment that was in use, and that is not to be used again."""
         with self._lock:
             self._used.pop(number, None)
 

@@ -130,6 +130,10 @@ class Stream:
         """Tell whether reading may go on after an exception; see ``MessageReader``."""
         return self._reader.is_intact
 
+    def handle_once(self) -> None:
+        """Note that an exception before ``handled`` loses the message that was read last."""
+        self._reader.is_intact = False
+
     @property
     def has_unread(self) -> bool:
         """Tell whether the peer has not read so much that no more of its requests are read."""
@@ -142,6 +146,8 @@ class Stream:
 
     def read(self) -> Message:
         """Return the next message; send what was held back before waiting for it.
+
+        It is returned again until ``handled`` is called.
 
         Raises:
             TimeoutError: it did not arrive within a tick, or the peer has not read what was sent;
@@ -159,19 +165,19 @@ class Stream:
         try:
             while True:
                 message = reader.read()
-                if message.notice == RELEASED:
-                    self._reuse(message.number)
-                elif message.notice == DISCARDED:
-                    if self._pool is not None:
-                        self._pool.discard(message.number)
-                elif message.notice == FREED:
-                    self._unmap(message.number)
-                else:
-                    if (shared := message.shared) is not None:
-                        message.frame().buffers = self._buffers(shared)
-                    elif message.content is None and not self._opened_here:
-                        raise FrameError("a request has no frame")
-                    return message
+                if message.notice:
+                    self._take_notice(message)
+                    reader.handled()
+                    continue
+                if (shared := message.shared) is not None:
+                    frame = message.frame()
+                    if not frame.buffers:
+                        self.handle_once()
+                        frame.buffers = self._buffers(shared)
+                        reader.is_intact = True
+                elif message.content is None and not self._opened_here:
+                    raise FrameError("a request has no frame")
+                return message
         except FrameError as exc:
             # as text: a log that keeps the exception keeps its traceback, and with it the memory
             logger.warning("closed a connection whose peer sent what it must not: %s", str(exc))
@@ -315,9 +321,18 @@ class Stream:
 
     # -- shared memory ------------------------------------------------------------------------
 
-    def _reuse(self, number: int) -> None:
-        if self._pool is not None and not self._pool.release(number):
+    def _take_notice(self, message: Message) -> None:
+        """Take the peer's notice of a segment; again, after an interrupt."""
+        number, pool = message.number, self._pool
+        if message.notice == FREED:
+            self._unmap(number)
+        elif pool is None:
+            return
+        elif message.notice == DISCARDED:
+            pool.discard(number)
+        elif not pool.release(number, message):
             self._send_queue.piggyback(notice_part(number, FREED))
+            pool.discard(number)
 
     def _buffers(self, shared: SharedBuffers) -> list[memoryview]:
         if self._descriptors is None:
@@ -368,13 +383,17 @@ class Stream:
             False if none was sent.
         """
         assert self._descriptors is not None
+        was_intact = self._reader.is_intact
+        self.handle_once()
         try:
             flags = socket.MSG_DONTWAIT
             data, descriptor = receive_descriptor(self._descriptors, _SEGMENT.size, flags)
             number, capacity = _SEGMENT.unpack(data)
             self._mapped.map(number, descriptor, capacity)
+            self._reader.is_intact = was_intact
             return True
         except BlockingIOError:
+            self._reader.is_intact = was_intact
             return False
         except (OSError, struct.error) as exc:
             raise EOFError(f"no memory could be shared: {exc}") from None

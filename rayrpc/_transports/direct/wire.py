@@ -245,26 +245,28 @@ class _LargeMessage:
         self._number = number
         self._layout = layout
         self._allocate = allocate
-        self._message: Message | None = None
-        self._front = _allocate(layout.front_length, _new_memory)
-        self.missing = [memoryview(self._front)]  # in reverse order
+        front = _allocate(layout.front_length, _new_memory)
+        # what is received now: the front, and then the buffers of the message; memory that is not
+        # filled yet, in reverse order
+        self._parts: tuple[Any, Message | None, list[memoryview]] = front, None, [memoryview(front)]
 
-    def is_whole(self) -> bool:
-        """Tell whether it was received; allocate the buffers once their lengths are known."""
-        if self.missing:
-            return False
-        if self._message is None:
-            self._message, lengths = self._layout.read(self._number, memoryview(self._front), 0)
-            del self._front
+    @property
+    def missing(self) -> list[memoryview]:
+        """The memory that is to be filled, in reverse order."""
+        return self._parts[-1]
+
+    def message(self) -> Message | None:
+        """Return the message; None while there is memory to be filled for it."""
+        front, message, missing = self._parts
+        if missing:
+            return None
+        if message is None:
+            message, lengths = self._layout.read(self._number, memoryview(front), 0)
             buffers = [_allocate(length, self._allocate) for length in lengths]
-            self._message.frame().buffers = buffers
-            self.missing = [memoryview(buffer) for buffer in reversed(buffers) if len(buffer)]
-        return not self.missing
-
-    def message(self) -> Message:
-        """Return the message."""
-        assert self._message is not None
-        return self._message
+            message.frame().buffers = buffers
+            missing = [memoryview(buffer) for buffer in reversed(buffers) if len(buffer)]
+            self._parts = b"", message, missing
+        return None if missing else message
 
 
 def _has_none() -> bool:
@@ -277,6 +279,10 @@ def _do_nothing() -> None:
 
 class MessageReader:
     """Read messages from a connection; by one thread at a time.
+
+    An interrupt, such as Ctrl-C, may strike the thread at any point: the next ``read``, in another
+    thread, goes on where it came.  Python raises it after a call, or as one begins: so what is read
+    changes without a call in between, and ``is_intact`` is False meanwhile.
 
     Args:
         connection (socket): prepared; a TlsSocket has bytes that it does not announce, too.
@@ -302,46 +308,45 @@ class MessageReader:
         self._start = 0
         self._end = 0
         self._large: _LargeMessage | None = None
-        self._is_waiting = True  # or has not begun to read the next message
-        self._received: list[int] = []  # counts of bytes, at most one
+        self._received: list[int] = []  # counts of bytes that were not added yet; at most one
+        self._current: Message | None = None  # was read, and is not handled
+        #: nothing is lost by an exception now
+        self.is_intact = True
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
     @property
     def has_more(self) -> bool:
         """Tell whether bytes were received that were not read yet."""
-        return self._end > self._start
+        return self._end > self._start or bool(self._received) or self._current is not None
 
     @property
     def is_between_messages(self) -> bool:
         """Tell whether nothing of the next message was received."""
         return self._large is None and not self.has_more and not self._has_pending()
 
-    @property
-    def is_intact(self) -> bool:
-        """Tell, after an exception in ``read`` or later, that nothing is lost by it.
-
-        It came while ``read`` was waiting, or after ``handled``: the next ``read`` goes on.
-        """
-        return self._is_waiting and not self._received
-
     def handled(self) -> None:
-        """Note that the message that was read last has been handled."""
-        self._is_waiting = True
+        """Go on to the next message."""
+        self._current = None
+        self.is_intact = True
 
     def wait(self, seconds: float) -> bool:
         """Tell whether there are bytes to read within ``seconds``."""
-        if self._end > self._start or self._has_pending():
+        if self.has_more or self._has_pending():
             return True
         return bool(self._poll.poll(seconds * 1000))
 
     def read(self) -> Message:
-        """Return the next message.
+        """Return the next message; the same one until ``handled`` is called.
 
         Raises:
             TimeoutError: it did not arrive within a tick; call again.
             EOFError: the connection has ended, or must (FrameError): do not call again.
         """
+        if self._current is not None:
+            return self._current
+        if self._received:
+            self._add_received()
         if self._large is None:
             if self._end - self._start < _PREFIX.size:
                 self._fill(_PREFIX.size)
@@ -350,21 +355,29 @@ class MessageReader:
                 if self._end - self._start < _PREFIX.size + length:
                     self._fill(_PREFIX.size + length)
                 position = self._start + _PREFIX.size
-                self._is_waiting = False
-                self._start = position + length
+                end = position + length
                 if kind == 0 and length == head_length:
-                    head = self._view[position : self._start]
-                    return Message(number, _unpack(number, head) if length else None)
-                return self._take(position, number, length, head_length, kind)
-            layout = _Layout(length, head_length, kind)
-            self._is_waiting = False
+                    head = self._view[position:end]
+                    message = Message(number, _unpack(number, head) if length else None)
+                else:
+                    message = self._take(position, number, length, head_length, kind)
+                self.is_intact = False
+                self._start = end
+                self._current = message
+                self.is_intact = True
+                return message
+            large = _LargeMessage(number, _Layout(length, head_length, kind), self._allocate)
+            self.is_intact = False
             self._start += _PREFIX.size
-            self._large = _LargeMessage(number, layout, self._allocate)
-        while not self._large.is_whole():
-            self._fill_large(self._large)
-        message = self._large.message()
+            self._large = large
+            self.is_intact = True
+        while (whole := self._large.message()) is None:
+            self._fill_large(self._large.missing)
+        self.is_intact = False
         self._large = None
-        return message
+        self._current = whole
+        self.is_intact = True
+        return whole
 
     def _take(
         self, position: int, number: int, length: int, head_length: int, kind: int
@@ -383,30 +396,30 @@ class MessageReader:
     def _fill(self, needed: int) -> None:
         """Receive until ``needed`` bytes are in the receive buffer."""
         have = self._end - self._start
+        self.is_intact = False
         if have == 0:
             self._start = self._end = 0
         elif self._start + needed > CAPACITY:
             self._bytes[:have] = self._bytes[self._start : self._end]
             self._start, self._end = 0, have
+        self.is_intact = True
         while self._end - self._start < needed:
-            self._end += self._receive(self._receive_into, self._view[self._end :])
+            self._receive(self._receive_into, self._view[self._end :])
+            self._add_received()
 
-    def _fill_large(self, large: _LargeMessage) -> None:
-        self._is_waiting = False
-        view = large.missing[-1]
+    def _fill_large(self, missing: list[memoryview]) -> None:
+        view = missing[-1]
         have = min(len(view), self._end - self._start)
         if have:
-            view[:have] = self._view[self._start : self._start + have]
-            self._start += have
+            start = self._start + have
+            view[:have] = self._view[self._start : start]
+            self._note_filled(missing, have, start, self._received)
         else:
-            have = self._receive(self._receive_all, view[:RECEIVE_BYTES])
-        if have == len(view):
-            large.missing.pop()
-        else:
-            large.missing[-1] = view[have:]
+            self._receive(self._receive_all, view[:RECEIVE_BYTES])
+            self._add_received()
 
-    def _receive(self, receive: Callable[[Any], int], view: memoryview) -> int:
-        self._is_waiting = True
+    def _receive(self, receive: Callable[[Any], int], view: memoryview) -> None:
+        """Receive bytes; ``_add_received`` follows."""
         self._before_wait()
         try:
             # One call in C: an interrupt comes while it waits, or after it stored the count.
@@ -415,8 +428,37 @@ class MessageReader:
             raise TimeoutError from None
         except OSError as exc:
             raise EOFError(str(exc)) from None
-        self._is_waiting = False
-        count = self._received.pop()
+
+    def _add_received(self) -> None:
+        """Note that the bytes are in the receive buffer, or in the large message."""
+        count = self._received[0]
         if count == 0:
             raise EOFError("the peer closed it")
-        return count
+        if self._large is not None:
+            self._note_filled(self._large.missing, count, self._start, [])
+            return
+        self.is_intact = False
+        self._end += count
+        self._received = []
+        self.is_intact = True
+
+    def _note_filled(
+        self, missing: list[memoryview], count: int, start: int, received: list[int]
+    ) -> None:
+        """Note that missing memory was filled, from the receive buffer or by the connection.
+
+        Args:
+            missing: of a large message.
+            count: of the bytes.
+            start: of the rest of the receive buffer.
+            received: what was received, and not added.
+        """
+        rest = missing[-1][count:]
+        is_full = len(rest) == 0
+        self.is_intact = False
+        self._start, self._received = start, received
+        if is_full:
+            del missing[-1]
+        else:
+            missing[-1] = rest
+        self.is_intact = True

@@ -122,6 +122,7 @@ def read_all(data):
     while True:
         try:
             messages.append(reader.read())
+            reader.handled()
         except EOFError as exc:
             return messages, exc
 
@@ -257,6 +258,7 @@ class TestSharedMemory:
         sender, receiver = ends
         sender.send(1, frame(1, buffers=[bytes(SHARED_BYTES)]))  # in segment 1
         assert receiver.read().shared.segment == 1
+        receiver.handled()
         (part,) = shared_parts(7, HEAD, SharedBuffers(segment, lengths))
         sender._connection.sendall(part)
         with pytest.raises(FrameError):

@@ -16,7 +16,8 @@ from interrupting import interrupted
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.direct import shared_memory
+from rayrpc._transports.direct import shared_memory, wire
+from rayrpc._transports.direct import stream as stream_module
 from rayrpc._transports.direct.shared_memory import Segment, SegmentPool, offsets
 from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
 from rayrpc._transports.direct.wire import SharedBuffers, prepare, shared_parts
@@ -37,9 +38,11 @@ def read(stream):
     end = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < end:
         try:
-            return stream.read()
+            message = stream.read()
         except TimeoutError:
             continue
+        stream.handled()
+        return message
     raise AssertionError("nothing came")
 
 
@@ -366,6 +369,33 @@ class TestTheEnd:
             assert (descriptors(), mappings()) == before, f"after an interrupt at point {number}"
         assert number > 10
 
+    def test_a_notice_of_a_release_counts_once(self):
+        pool = SegmentPool(lambda number, capacity, descriptor: None)
+        segment, notice = pool.acquire(LARGE), object()
+        assert pool.release(segment.number, notice)
+        assert pool.acquire(LARGE) is segment
+        assert pool.release(segment.number, notice)  # read again after an interrupt
+        assert pool.acquire(LARGE) is not segment
+        pool.close()
+
+    def test_an_interrupt_while_a_notice_is_read_keeps_no_segment_in_use(self, ends):
+        near, far = ends
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            message = pass_message(near, far, [bytes(LARGE)])
+            assert len(near._pool._used) == 1
+            del message
+            far.trim()  # which sends the notice
+            far.send(number, frame(number))
+            files = [shared_memory.__file__, stream_module.__file__, wire.__file__]
+            there_is_one = interrupted(near.read, files, number, finalizers=False)
+            assert near.is_intact, f"after an interrupt at point {number}"
+            assert read(near).number == number
+            assert not near._pool._used, f"after an interrupt at point {number}"
+        assert number > 20
+
     def test_no_function_in_python_runs_when_a_buffer_is_deleted(self, ends):
         """Ctrl-C in it would keep the segment in use for ever."""
         near, far = ends
@@ -410,5 +440,6 @@ class TestTheEnd:
         late = pool.acquire(offsets([LARGE])[1])
         assert mappings() == before + 1
         assert not pool.release(late.number)
+        pool.discard(late.number)
         del late
         assert mappings() == before

@@ -64,6 +64,7 @@ def test_a_reply_does_not_wait_for_what_the_peer_may_never_send(threads, rest):
         stream._pool = None
         far.sendall(request(1) + rest)
         assert stream.read().number == 1
+        stream.handled()
         stream.send(1, Frame(Kind.VALUE, 0, 0, 1), more=stream.has_more)
         assert not stream.is_idle
 
@@ -72,6 +73,7 @@ def test_a_reply_does_not_wait_for_what_the_peer_may_never_send(threads, rest):
                 while True:
                     with contextlib.suppress(TimeoutError):
                         stream.read()
+                        stream.handled()
 
         reader = threading.Thread(target=read)
         reader.start()

@@ -106,9 +106,11 @@ def read(stream):
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         try:
-            return stream.read()
+            message = stream.read()
         except TimeoutError:
             continue
+        stream.handled()
+        return message
     raise AssertionError("nothing came")
 
 

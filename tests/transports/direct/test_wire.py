@@ -1,6 +1,7 @@
 """Messages on a stream, and proofs of membership; on socket pairs, without Ray."""
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -11,9 +12,11 @@ import time
 
 import pytest
 from conftest import eventually
+from interrupting import interrupted
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct import wire
 from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake, ServerHandshake
 from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.wire import (
@@ -56,9 +59,11 @@ def read(inbox):
     end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
-            return inbox.read()
+            message = inbox.read()
         except TimeoutError:
             continue
+        inbox.handled()
+        return message
     raise AssertionError("nothing came")
 
 
@@ -141,7 +146,10 @@ class TestInterrupts:
                 try:
                     armed.append(True)
                     while True:
-                        numbers.append(inbox.read().number)
+                        number = inbox.read().number
+                        if numbers[-1:] != [number]:  # else it was not noted as handled
+                            numbers.append(number)
+                        inbox.handled()
                 except Interrupted:
                     if not inbox.is_intact:
                         break
@@ -156,17 +164,33 @@ class TestInterrupts:
         assert numbers == list(range(len(numbers)))
         return intact
 
-    def test_one_while_a_message_is_taken_apart_is_known(self, ends, monkeypatch):
-        ends[0].sendall(b"".join(map(bytes, to_parts(1, frame(1, b"", [b"buffer"])))))
-        inbox = MessageReader(ends[1])
+    def test_one_at_any_point_loses_nothing(self, threads):
+        large = b"x" * 2 * CAPACITY
+        sent = [frame(1), frame(2, b"data", [b"buffer"]), frame(3, b"", [large, b"y"])]
+        data = b"".join(bytes(part) for f in sent for part in to_parts(f.call_id, f))
+        number = 0
+        there_is_one = True
+        while there_is_one:
+            number += 1
+            near, far = socket.socketpair()
+            with near, far:
+                prepare(near)
+                inbox = MessageReader(near)
+                got = []
 
-        def interrupt(*arguments):
-            raise Interrupted
+                def read_all(inbox=inbox, got=got):
+                    while len(got) < len(sent):
+                        message = inbox.read()
+                        if message not in got:
+                            got.append(message)
+                        inbox.handled()
 
-        monkeypatch.setattr(inbox, "_take", interrupt)
-        with pytest.raises(Interrupted):
-            inbox.read()
-        assert not inbox.is_intact
+                threads.submit(functools.partial(far.sendall, data))
+                there_is_one = interrupted(read_all, [wire.__file__], number)
+                assert inbox.is_intact, f"at point {number}"
+                read_all()
+                assert [message.frame() for message in got] == sent, f"at point {number}"
+        assert number > 100
 
 
 class TestReading:
@@ -223,6 +247,16 @@ class TestReading:
             inbox.read()
         ends[0].sendall(part[30:])
         assert inbox.read().frame().data == b"data"
+
+    def test_a_message_is_read_until_it_is_handled(self, ends):
+        inbox = MessageReader(ends[1])
+        for number in (1, 2):
+            ends[0].sendall(to_parts(number, frame(number))[0])
+        assert inbox.read() is inbox.read()
+        assert inbox.wait(0) and not inbox.is_between_messages
+        inbox.handled()
+        assert read(inbox).number == 2
+        assert not inbox.wait(0) and inbox.is_between_messages
 
     def test_the_end_of_the_connection_is_an_end_of_file(self, ends):
         inbox = MessageReader(ends[1])
