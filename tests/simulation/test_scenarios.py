@@ -72,10 +72,10 @@ REGRESSIONS = [
         ),
     ),
     (
-        "connection",
-        5510,
+        "transport",
+        150,
         Mutation(
-            "the next time-out ends a connection whose reader was released too early",
+            "a message is read twice where its reader was released too early",
             "_transports.direct.reply_reader",
             "                        stream.handled()  # while no other thread reads\n",
             "\n",
