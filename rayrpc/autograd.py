@@ -96,7 +96,11 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             "backward(): incompatible function arguments. The following argument types are "
             "supported: (context_id: int, roots: list[torch.Tensor], retain_graph: bool = False)"
         )
-    run_backward(context_id, roots, bool(retain_graph))
+    if torch.autograd._profiler_enabled():
+        with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
+            run_backward(context_id, roots, bool(retain_graph))
+    else:
+        run_backward(context_id, roots, bool(retain_graph))
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

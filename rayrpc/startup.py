@@ -175,7 +175,7 @@ def make_agent(
         options,
         rref_maker,
         user_api,
-        [ProfilerHook(), contexts],
+        [ProfilerHook(snapshot.me.id), contexts],
     )
     contexts.attach(agent)
     return agent

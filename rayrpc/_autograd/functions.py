@@ -24,11 +24,16 @@ __all__ = [
     "ANCHOR",
     "Recorder",
     "Run",
+    "SEND_NODE",
     "SendFunction",
     "attach_received",
     "is_receive",
     "running",
 ]
+
+
+#: torch's name of the node where the gradients of a sent message come in
+SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
 
 
 class Run(Protocol):
@@ -58,7 +63,7 @@ class SendFunction:
 
     def name(self) -> str:
         """Return torch's name for it."""
-        return "torch::distributed::autograd::SendRpcBackward"
+        return SEND_NODE
 
 
 def _node_of(tensor: torch.Tensor) -> Any:

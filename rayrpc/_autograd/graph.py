@@ -30,6 +30,7 @@ from rayrpc._autograd.accumulate import (
 )
 from rayrpc._autograd.edges import edge_at
 from rayrpc._autograd.engine import AccumulateGrad, run_engine, seeds_of
+from rayrpc._autograd.functions import SEND_NODE
 from rayrpc._autograd.whole_run import Leave, WholeRun
 
 __all__ = ["Entry", "GradGraph", "ROOTS", "Stage", "WHOLE_RUN"]
@@ -211,6 +212,9 @@ class GradGraph:
         targets = list(self._union_of("targets", arrived))
         leaves = [edge.node for edge in targets if type(edge.node) is AccumulateGrad]
         self._for_ddp.update(nodes_for_ddp(leaves))
+        for _ in arrived.keys() - {ROOTS} if torch.autograd._profiler_enabled() else ():
+            with torch.autograd.profiler.record_function(SEND_NODE):
+                pass  # torch's node does nothing else either than return its gradients
         seeds = seeds_of((self._entries[key].edges, each) for key, each in arrived.items())
         arrived.clear()
         if not seeds or not targets:

@@ -1,17 +1,23 @@
 """Calls as events of torch's legacy autograd profiler, under torch's names.
 
-Torch's newer profiler, Kineto, records no events of calls; neither does this.
+A caller sends the options of its profile along; the callee records what it does for the call with
+a profile of its own, and replies with the events (``legacy_profile``).  Torch's newer profiler,
+Kineto, records no events of calls; neither does this.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.futures import Future
 
-from rayrpc._runtime.hooks import Hook, OutgoingCall
+from rayrpc._concurrency.outcome import attempt, complete
+from rayrpc._observe.legacy_profile import Event, Recording, current, install, recorded
+from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 
 __all__ = ["ProfilerHook", "profiling_key"]
 
@@ -40,11 +46,35 @@ def _name_of(func: Any) -> str:
     return str(getattr(func, "__qualname__", type(func).__qualname__))
 
 
+class _Sent(NamedTuple):
+    """A call that is recorded.
+
+    Args:
+        key: name of its event.
+        record: torch's event; None on a callee, which makes one when the call ends.
+        recording: of the thread that called.
+        began: when, in microseconds of the recording.
+    """
+
+    key: str
+    record: Any
+    recording: Recording | None
+    began: float
+
+
 class ProfilerHook(Hook):
-    """Record the calls of a thread that runs the legacy profiler."""
+    """Record the calls of a thread that runs the legacy profiler, and what callees do for them.
+
+    Args:
+        node_id (int): id of this worker.
+    """
 
     name = "profiler"
     needs_future = True
+
+    def __init__(self, node_id: int) -> None:
+        self._node_id = node_id
+        install()
 
     def wants(self) -> bool:
         return _profiler_enabled() and not torch.autograd.profiler._is_profiler_enabled
@@ -53,8 +83,65 @@ class ProfilerHook(Hook):
         if call.mode == "fetch":
             return contextlib.nullcontext()
         key = profiling_key(call.mode, _name_of(call.invocation.func), call.src.name, call.to.name)
-        record = call.notes[self.name] = torch.autograd.profiler.record_function(key)
-        return record
+        recording = current()
+        record = None
+        if recording is None or not recording.is_remote:
+            record = torch.autograd.profiler.record_function(key)
+        if recording is not None:
+            recording.node_id = self._node_id
+        began = 0.0 if recording is None else recording.now
+        call.notes[self.name] = _Sent(key, record, recording, began)
+        return record or contextlib.nullcontext()
+
+    def after_encode(self, call: OutgoingCall) -> None:
+        sent: _Sent | None = call.notes.get(self.name)
+        if sent is not None and sent.recording is not None:
+            call.meta[self.name] = sent.recording.options
 
     def after_send(self, call: OutgoingCall, future: Any) -> Any:
-        return call.notes[self.name]._call_end_callbacks_on_future(future)
+        record = call.notes[self.name].record
+        if record is None:
+            return future
+        # torch ends an event with a Future, and returns one that takes errors for values
+        end: Future[None] = Future()
+        record._call_end_callbacks_on_future(end)
+        ended: Future[Any] = Future()
+
+        def on_done(done: Any) -> None:
+            try:
+                end.set_result(None)
+            finally:
+                complete(ended, attempt(done.value))
+
+        future.add_done_callback(on_done)
+        return ended
+
+    def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        options = call.meta[self.name]
+        if call.invocation is None or _profiler_enabled():
+            return contextlib.nullcontext()
+        return self._recorded(call, options)
+
+    @contextlib.contextmanager
+    def _recorded(self, call: IncomingCall, options: dict[str, Any]) -> Iterator[None]:
+        with recorded(options, self._node_id) as recording:
+            call.notes[self.name] = recording
+            yield
+
+    def after_encode_reply(self, call: IncomingCall) -> None:
+        recording: Recording | None = call.notes.get(self.name)
+        if recording is not None:
+            call.reply_meta[self.name] = recording.events, recording.now
+
+    after_kept = after_encode_reply
+
+    def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
+        sent: _Sent = call.notes[self.name]
+        recording = sent.recording
+        if recording is not None:
+            if sent.record is None:
+                rest = {"thread": 0, "is_async": True}
+                row = Event(sent.key, self._node_id, sent.began, recording.now, rest)
+                recording.events.append(row)
+            recording.add(sent.key, sent.began, *meta)
+        return value

@@ -212,7 +212,7 @@ class Callee:
             if self.before_reply is not None:
                 self.before_reply()
             if cell is not None:
-                return self._keep(frame, cell, outcome)
+                return self._keep(frame, cell, outcome, call)
             if isinstance(outcome, Error):
                 return self._error(frame, outcome.error)
             return self._value(frame, outcome.value, call)
@@ -221,14 +221,21 @@ class Callee:
                 self.active -= 1
                 self._active_of[frame.src] -= 1
 
-    def _keep(self, frame: Frame, cell: Cell, outcome: Outcome[Any]) -> Frame:
+    def _keep(
+        self, frame: Frame, cell: Cell, outcome: Outcome[Any], call: IncomingCall | None = None
+    ) -> Frame:
         """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
         if isinstance(outcome, Error):
             # its traceback's frames would keep the function's arguments alive
             remote = self._describe(frame, outcome.error)
             outcome = Error(outcome.error.with_traceback(None), remote)
         cell.set(outcome)
-        return self._frame(frame, Kind.VALUE, _NONE)
+        meta = None
+        if call is not None:
+            for hook in self._hooks_of(call.meta):
+                hook.after_kept(call)
+            meta = call.reply_meta or None
+        return self._frame(frame, Kind.VALUE, _NONE, meta)
 
     def _confirm(self, frame: Frame) -> None:
         """Wait until the RRefs among the arguments are confirmed, as torch does."""

@@ -8,6 +8,7 @@ costs one check of a list.
     make_future ── request with meta ─────────────> before_run (on_undecodable if decoding fails)
     after_send                                      the user's function; before_resume: a coroutine
                                                     before_reply, encode, after_encode_reply
+                                                    (after_kept if the value stays here)
     on_result <─────────── reply with meta ────────
 """
 
@@ -120,6 +121,9 @@ class Hook:
 
     def after_encode_reply(self, call: IncomingCall) -> None:
         """Add to ``call.reply_meta``; the reply is encoded, and not sent yet."""
+
+    def after_kept(self, call: IncomingCall) -> None:
+        """Add to ``call.reply_meta``; the worker has kept the value of a ``remote`` call."""
 
     def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         """Return the value for the user; ``meta`` is what this hook sent with the reply."""

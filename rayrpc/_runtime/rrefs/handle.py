@@ -254,7 +254,7 @@ class RRef(Generic[T]):
         self._profiling = future
 
     def _get_profiling_future(self) -> Any:
-        return self._profiling
+        return self._get_future() if self._profiling is None else self._profiling
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward pass from the value, a scalar tensor, at its owner.
