@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
 from simulation.scheduler import signal_points
 
-__all__ = ["interrupted"]
+__all__ = ["Strike", "interrupted", "strikes"]
 
 
 def interrupted(
@@ -53,6 +54,32 @@ def interrupted(
     finally:
         sys.settrace(before)
     return left <= 0
+
+
+class Strike:
+    """Interrupt a function at one point; call it once.
+
+    Args:
+        number (int): of the point; see ``interrupted``, as for the rest.
+    """
+
+    def __init__(self, number: int, files: Collection[str | None], finalizers: bool) -> None:
+        self.number = number
+        self._where = files, number, finalizers
+        #: there are fewer points
+        self.missed = True
+
+    def __call__(self, function: Callable[[], object]) -> None:
+        self.missed = not interrupted(function, *self._where)
+
+
+def strikes(files: Collection[str | None], finalizers: bool = True) -> Iterator[Strike]:
+    """Yield a strike for each point, and one that misses."""
+    for number in itertools.count(1):
+        strike = Strike(number, files, finalizers)
+        yield strike
+        if strike.missed:
+            return
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from conftest import eventually
-from interrupting import interrupted
+from interrupting import strikes
 from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency import threads
@@ -77,18 +77,15 @@ def test_threads_end_when_idle_or_closed():
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["no thread is idle", "one is"])
 def test_a_task_that_is_queued_runs_whatever_point_of_its_submission_is_interrupted(is_idle):
-    number = 0
-    there_is_one = True
-    while there_is_one:
-        number += 1
+    for strike in strikes([threads.__file__]):
         cache = ThreadCache("test", idle_seconds=1000.0 if is_idle else 0.01)
         cache.submit(lambda: None)
         assert eventually(lambda: cache._taken == 1 and not cache._is_watching)  # noqa: B023
         assert eventually(lambda: cache._idle == cache.size == is_idle)  # noqa: B023
-        there_is_one = interrupted(lambda: cache.submit(lambda: None), [threads.__file__], number)  # noqa: B023
-        assert eventually(lambda: not cache._tasks), f"after an interrupt at point {number}"  # noqa: B023
+        strike(lambda: cache.submit(lambda: None))  # noqa: B023
+        assert eventually(lambda: not cache._tasks), f"after an interrupt at point {strike.number}"  # noqa: B023
         cache.close()
-    assert number > 5
+    assert strike.number > 5
 
 
 class TestSingleThread:
@@ -113,19 +110,16 @@ class TestSingleThread:
         assert done.wait(60) and single.is_running
 
     def test_an_interrupt_of_its_start_leaves_none_or_one(self):
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
+        for strike in strikes([threads.__file__]):
             runs, go = [], threading.Event()
             single = SingleThread(lambda: (runs.append(1), go.wait(60)), "single", "nothing runs")  # noqa: B023
-            there_is_one = interrupted(single.start, [threads.__file__], number)
+            strike(single.start)
             single.start()
             assert eventually(lambda: single.thread is not None)  # noqa: B023
             go.set()
             assert eventually(lambda: "single" not in [t.name for t in threading.enumerate()])
-            assert runs == [1], f"after an interrupt at point {number}"
-        assert number > 10
+            assert runs == [1], f"after an interrupt at point {strike.number}"
+        assert strike.number > 10
 
 
 class TestWithoutThreads:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from conftest import eventually
-from interrupting import interrupted
+from interrupting import strikes
 from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency import waiting
@@ -93,15 +93,12 @@ def third_time(changed):
 
 
 def test_an_interrupt_at_any_point_of_a_wait_leaves_nothing():
-    number = 0
-    there_is_one = True
-    while there_is_one:
-        number += 1
+    for strike in strikes([waiting.__file__]):
         changed = Notifier()
         wait = functools.partial(changed.wait_until, third_time(changed), 60)
-        there_is_one = interrupted(wait, [waiting.__file__], number)
+        strike(wait)
         assert changed._waiters == []
-    assert number > 10
+    assert strike.number > 10
 
 
 class TestEvent:
@@ -122,11 +119,8 @@ class TestEvent:
         assert all(went.acquire(timeout=60) for _ in range(3))
 
     def test_an_interrupt_of_one_that_sets_it_holds_up_no_other(self):
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
+        for strike in strikes([waiting.__file__]):
             event = Event()
-            there_is_one = interrupted(event.set, [waiting.__file__], number)
+            strike(event.set)
             event.set()
             assert event.wait(60)

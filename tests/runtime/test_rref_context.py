@@ -5,7 +5,7 @@ import gc
 
 import pytest
 from conftest import eventually
-from interrupting import interrupted
+from interrupting import strikes
 from memory_workers import memory_group
 
 from rayrpc._protocol.ids import IdSource
@@ -54,14 +54,11 @@ class TestCollectedHandles:
 
     def test_no_interrupt_keeps_the_fork(self, workers):
         a, b = workers
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
+        files = [module.__file__ for module in (collected, context, handle)]
+        for strike in strikes(files):
             handles = [a.remote(b, abs, -1)]
-            files = [module.__file__ for module in (collected, context, handle)]
-            there_is_one = interrupted(handles.clear, files, number)
-            assert eventually(a.is_empty), f"after an interrupt at point {number}"
+            strike(handles.clear)
+            assert eventually(a.is_empty), f"after an interrupt at point {strike.number}"
 
     def test_an_error_in_the_protocol_keeps_no_other_fork(self, workers, monkeypatch, caplog):
         a, b = workers

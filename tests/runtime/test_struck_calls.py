@@ -12,7 +12,7 @@ import memory_workers
 import pytest
 import torch
 from conftest import eventually
-from interrupting import interrupted
+from interrupting import strikes
 
 import rayrpc
 from rayrpc._runtime import agent, caller
@@ -121,15 +121,16 @@ def strike_each_point(a, b, call, files=FILES):
 
     assert eventually(lambda: a.table.is_settled() and b.table.is_settled())
     before = counts()
-    number = 0
-    there_is_one = True
-    while there_is_one:
-        number += 1
-        there_is_one = interrupted(lambda: call(a, b, used, owned), files, number, finalizers=False)
+    for strike in strikes(files, finalizers=False):
+        strike(lambda: call(a, b, used, owned))
         for to in (a, b):
-            assert a.sync(to, max, number, 0, timeout=SECONDS) == number, f"at point {number}"
-        if number % 8 == 0 or not there_is_one:
+            assert a.sync(to, max, strike.number, 0, timeout=SECONDS) == strike.number, (
+                f"at point {strike.number}"
+            )
+        if strike.number % 8 == 0 or strike.missed:
             gc.collect()  # an interrupt may leave cycles
             settled = eventually(lambda: counts() == before and not a.agent.caller.active)
-            assert settled, f"at point {number}, or just before: {counts()} instead of {before}"
-    assert number > 10
+            assert settled, (
+                f"at point {strike.number}, or just before: {counts()} instead of {before}"
+            )
+    assert strike.number > 10

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from interrupting import interrupted
+from interrupting import strikes
 
 from rayrpc._concurrency import waiting
 from rayrpc.parallel.pool import (
@@ -113,10 +113,7 @@ def test_a_failed_iterator_returns_the_results_that_came_first():
 
 @pytest.mark.parametrize("iterator", [IMapIterator, IMapUnorderedIterator])
 def test_an_interrupt_of_a_wait_repeats_no_result_and_loses_at_most_its_own(iterator):
-    number = 0
-    there_is_one = True
-    while there_is_one:
-        number += 1
+    for strike in strikes([results.__file__, waiting.__file__]):
         iterate = iterator(0, {}, 3)
         seen: list[Any] = []
         iterate.set_outcome(0, (True, 0))
@@ -134,10 +131,10 @@ def test_an_interrupt_of_a_wait_repeats_no_result_and_loses_at_most_its_own(iter
             for _ in range(2):
                 seen.append(iterate.next(60))
 
-        there_is_one = interrupted(take, [results.__file__, waiting.__file__], number)
+        strike(take)
         is_over.set()
         thread.join()
         iterate.set_outcome(2, (True, 2))
         seen += iterate
         assert seen == sorted(set(seen)) and len(seen) >= 2 and seen[-1] == 2
-    assert number > 20
+    assert strike.number > 20

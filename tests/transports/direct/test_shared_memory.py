@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupting import interrupted
+from interrupting import strikes
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
@@ -356,18 +356,12 @@ class TestTheEnd:
     def test_an_interrupt_while_a_segment_is_made_leaves_neither(self):
         gc.collect()
         before = descriptors(), mappings()
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
-            there_is_one = interrupted(
-                lambda: Segment(1, LARGE, lambda descriptor: None),
-                [shared_memory.__file__],
-                number,
-                finalizers=False,
+        for strike in strikes([shared_memory.__file__], finalizers=False):
+            strike(lambda: Segment(1, LARGE, lambda descriptor: None))
+            assert (descriptors(), mappings()) == before, (
+                f"after an interrupt at point {strike.number}"
             )
-            assert (descriptors(), mappings()) == before, f"after an interrupt at point {number}"
-        assert number > 10
+        assert strike.number > 10
 
     def test_a_notice_of_a_release_counts_once(self):
         pool = SegmentPool(lambda number, capacity, descriptor: None)
@@ -380,21 +374,18 @@ class TestTheEnd:
 
     def test_an_interrupt_while_a_notice_is_read_keeps_no_segment_in_use(self, ends):
         near, far = ends
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
+        files = [shared_memory.__file__, stream_module.__file__, wire.__file__]
+        for strike in strikes(files, finalizers=False):
             message = pass_message(near, far, [bytes(LARGE)])
             assert len(near._pool._used) == 1
             del message
             far.trim()  # which sends the notice
-            far.send(number, frame(number))
-            files = [shared_memory.__file__, stream_module.__file__, wire.__file__]
-            there_is_one = interrupted(near.read, files, number, finalizers=False)
-            assert near.is_intact, f"after an interrupt at point {number}"
-            assert read(near).number == number
-            assert not near._pool._used, f"after an interrupt at point {number}"
-        assert number > 20
+            far.send(strike.number, frame(strike.number))
+            strike(near.read)
+            assert near.is_intact, f"after an interrupt at point {strike.number}"
+            assert read(near).number == strike.number
+            assert not near._pool._used, f"after an interrupt at point {strike.number}"
+        assert strike.number > 20
 
     def test_no_function_in_python_runs_when_a_buffer_is_deleted(self, ends):
         """Ctrl-C in it would keep the segment in use for ever."""

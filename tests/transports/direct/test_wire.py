@@ -12,7 +12,7 @@ import time
 
 import pytest
 from conftest import eventually
-from interrupting import interrupted
+from interrupting import strikes
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
@@ -168,10 +168,7 @@ class TestInterrupts:
         large = b"x" * 2 * CAPACITY
         sent = [frame(1), frame(2, b"data", [b"buffer"]), frame(3, b"", [large, b"y"])]
         data = b"".join(bytes(part) for f in sent for part in to_parts(f.call_id, f))
-        number = 0
-        there_is_one = True
-        while there_is_one:
-            number += 1
+        for strike in strikes([wire.__file__]):
             near, far = socket.socketpair()
             with near, far:
                 prepare(near)
@@ -186,11 +183,11 @@ class TestInterrupts:
                         inbox.handled()
 
                 threads.submit(functools.partial(far.sendall, data))
-                there_is_one = interrupted(read_all, [wire.__file__], number)
-                assert inbox.is_intact, f"at point {number}"
+                strike(read_all)
+                assert inbox.is_intact, f"at point {strike.number}"
                 read_all()
-                assert [message.frame() for message in got] == sent, f"at point {number}"
-        assert number > 100
+                assert [message.frame() for message in got] == sent, f"at point {strike.number}"
+        assert strike.number > 100
 
 
 class TestReading:
