@@ -149,6 +149,7 @@ class ConnectionCall(OneShot[Reply], Pending):
             if self._value is not PENDING:
                 return False
             self._value = value
+            self.frame = None  # which holds this call
             if self._callback is not None:
                 self._connection.schedule.callbacks -= 1
         self._run_callbacks()

@@ -3,6 +3,7 @@ and broken connections."""
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -14,13 +15,15 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import eventually
 from direct_ends import TOKEN, WAIT_SECONDS, Callee, Owner, dial, frame
-from interrupting import interrupted
+from interrupting import strikes
 
 from rayrpc._concurrency import reader
 from rayrpc._concurrency import threads as threads_module
@@ -493,13 +496,30 @@ class TestHandOver:
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
+def test_a_call_that_ends_before_it_is_sent_frees_its_request_at_once(callee):
+    threads = ThreadCache("caller", soft_limit=8, idle_seconds=0.2)
+    owner = Owner(callee, socket.AF_UNIX)
+    connection: Any = CallerConnection(Member("callee", "bob", 1), owner, threads, ReaderWatchdog())
+    connection.open = lambda: None
+    request, buffer = frame(1), np.zeros(10, np.uint8)
+    request.buffers, request.is_stable = [buffer], True
+    call = connection.call(request)
+    freed = weakref.ref(buffer)
+    connection.fail(CallLostError("the test is over"))
+    gc.collect()
+    gc.disable()  # which would free cycles, later
+    try:
+        del request, buffer, call
+        assert freed() is None
+    finally:
+        gc.enable()
+    threads.close()
+
+
 def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_no_news_from_its_owner(callee):
     files = [module.__file__ for module in (connection_module, send_queue, stream, threads_module)]
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
-    number = 0
-    there_is_one = True
-    while there_is_one:
-        number += 1
+    for strike in strikes(files):
         owner = Owner(callee, socket.AF_UNIX)
         connection: Any = CallerConnection(
             Member("callee", "bob", 1), owner, threads, ReaderWatchdog()
@@ -508,9 +528,9 @@ def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_no_news_from
         assert connection.call(frame(1)).wait(WAIT_SECONDS).call_id == 1
         connection._stream.shut_down()
         call = functools.partial(connection.call, frame(2))
-        there_is_one = interrupted(call, files, number)
+        strike(call)
         connection.call(frame(3))  # finds it cut if that one has not
-        assert eventually(functools.partial(len, owner.lost)), f"at point {number}"
+        assert eventually(functools.partial(len, owner.lost)), f"at point {strike.number}"
         connection.fail(CallLostError("the test is over"))
     threads.close()
-    assert number > 50
+    assert strike.number > 50
