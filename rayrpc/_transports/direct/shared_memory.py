@@ -111,9 +111,9 @@ def map_memory(descriptor: int, capacity: int) -> Any:
 
     Python's own ``mmap`` keeps a descriptor for as long as the memory is mapped.
     """
-    mapping = _Mapping(descriptor, capacity)
-    memory: Any = (ctypes.c_ubyte * capacity).from_address(mapping.address)
-    memory.mapping = mapping
+    mapped = _MappedFile(descriptor, capacity)
+    memory: Any = (ctypes.c_ubyte * capacity).from_address(mapped.address)
+    memory.mapped = mapped
     return memory
 
 
@@ -131,7 +131,7 @@ def make_private(memory: Any, descriptor: int) -> None:
     """
     capacity = len(memory)
     # apart, since mapping in place may fail after it has unmapped the old memory
-    address = _map(descriptor, capacity, mmap.MAP_PRIVATE)
+    address = _map(descriptor, capacity, mmap.MAP_PRIVATE, [])
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     if _libc.mremap(address, capacity, capacity, flags, ctypes.addressof(memory)) == _FAILED:
         error = _error()
@@ -139,28 +139,16 @@ def make_private(memory: Any, descriptor: int) -> None:
         raise error
 
 
-class _Mapping:
-    """A file's memory, until this is deleted.
+class _MappedFile:
+    """A file's memory; it is unmapped when this is deleted."""
 
-    An interrupt may come once the system has mapped it, in what may be a second: what it returns is
-    added to a list by the same call in C.
-    """
-
-    __slots__ = ("_addresses", "_capacity")
+    __slots__ = ("_addresses", "_capacity", "address")
 
     def __init__(self, descriptor: int, capacity: int) -> None:
         self._capacity = capacity
         self._addresses: list[int] = []
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        arguments = None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
-        self._addresses.extend(itertools.starmap(_libc.mmap, (arguments,)))
-        if self.address == _FAILED:
-            raise _error()
-
-    @property
-    def address(self) -> int:
-        """Of its first byte."""
-        return self._addresses[0]
+        self.address = _map(descriptor, capacity, flags, self._addresses)
 
     def __del__(self) -> None:
         for address in getattr(self, "_addresses", ()):  # an interrupt may end the constructor
@@ -168,11 +156,20 @@ class _Mapping:
                 _libc.munmap(address, self._capacity)
 
 
-def _map(descriptor: int, capacity: int, flags: int) -> int:
-    address = _libc.mmap(None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address == _FAILED:
+def _map(descriptor: int, capacity: int, flags: int, into: list[int]) -> int:
+    """Map a file, and return the address of its memory.
+
+    Args:
+        descriptor, capacity: of the file.
+        flags: of the mapping.
+        into: takes the address, or ``_FAILED``, by the call in C that maps it: an interrupt that
+            comes meanwhile, in what may be a second, is raised as that returns.
+    """
+    arguments = None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
+    into.extend(itertools.starmap(_libc.mmap, (arguments,)))
+    if into[0] == _FAILED:
         raise _error()
-    return int(address)
+    return into[0]
 
 
 def _error() -> OSError:

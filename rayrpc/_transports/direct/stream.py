@@ -117,7 +117,7 @@ class Stream:
 
     @property
     def has_more(self) -> bool:
-        """Tell whether bytes were received that were not read yet."""
+        """Tell whether there are bytes that were not read, or a message that is not handled."""
         return self._reader.has_more
 
     @property

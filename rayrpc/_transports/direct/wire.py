@@ -317,7 +317,7 @@ class MessageReader:
 
     @property
     def has_more(self) -> bool:
-        """Tell whether bytes were received that were not read yet."""
+        """Tell whether there are bytes that were not read, or a message that is not handled."""
         return self._end > self._start or bool(self._received) or self._current is not None
 
     @property
