@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 
 from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.engine import profiled
 from rayrpc._autograd.hook import ID_BITS, contexts, find_context
 from rayrpc._autograd.leader import run_backward
 from rayrpc._runtime import current
@@ -96,10 +97,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             "backward(): incompatible function arguments. The following argument types are "
             "supported: (context_id: int, roots: list[torch.Tensor], retain_graph: bool = False)"
         )
-    if torch.autograd._profiler_enabled():
-        with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
-            run_backward(context_id, roots, bool(retain_graph))
-    else:
+    with profiled("torch::distributed::autograd::backward"):
         run_backward(context_id, roots, bool(retain_graph))
 
 

@@ -283,6 +283,16 @@ def test_any_program_has_the_gradients_that_it_has_in_one_process(workers, progr
 # -- contexts -----------------------------------------------------------------------------------
 
 
+def test_profiles_have_the_pass(workers):
+    w = torch.rand(3, 3, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("alice", targets.step, args=(w, w))
+        with torch.profiler.profile() as recorded:
+            autograd.backward(context_id, [y.sum()])
+    names = [event.name for event in recorded.events()]
+    assert names.count("torch::distributed::autograd::backward") == 1
+
+
 def relay_back(x, w):
     return rpc.rpc_sync("driver", targets.step, args=(x, w)) * w
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from rayrpc._autograd.accumulate import add
 
-__all__ = ["AccumulateGrad", "run_engine", "run_id", "seeds_of"]
+__all__ = ["AccumulateGrad", "profiled", "run_engine", "run_id", "seeds_of"]
 
 _one = torch.ones((), requires_grad=True)
 _grad_fn: Any = _one.view(1).grad_fn
@@ -20,6 +22,14 @@ AccumulateGrad: Any = type(_grad_fn.next_functions[0][0])
 _run_backward: Any = torch.autograd.graph._engine_run_backward
 
 Edges = Iterable[tuple[Mapping[int, GradientEdge], Sequence[torch.Tensor | None]]]
+
+
+def profiled(name: str) -> AbstractContextManager[object]:
+    """Return the context of an event for the profiler of this thread, if it runs one."""
+    if torch.autograd._profiler_enabled():
+        event: AbstractContextManager[object] = torch.autograd.profiler.record_function(name)
+        return event
+    return contextlib.nullcontext()
 
 
 def run_id() -> int:

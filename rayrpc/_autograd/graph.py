@@ -29,7 +29,7 @@ from rayrpc._autograd.accumulate import (
     nodes_for_ddp,
 )
 from rayrpc._autograd.edges import edge_at
-from rayrpc._autograd.engine import AccumulateGrad, run_engine, seeds_of
+from rayrpc._autograd.engine import AccumulateGrad, profiled, run_engine, seeds_of
 from rayrpc._autograd.functions import SEND_NODE
 from rayrpc._autograd.whole_run import Leave, WholeRun
 
@@ -212,8 +212,8 @@ class GradGraph:
         targets = list(self._union_of("targets", arrived))
         leaves = [edge.node for edge in targets if type(edge.node) is AccumulateGrad]
         self._for_ddp.update(nodes_for_ddp(leaves))
-        for _ in arrived.keys() - {ROOTS} if torch.autograd._profiler_enabled() else ():
-            with torch.autograd.profiler.record_function(SEND_NODE):
+        for _ in arrived.keys() - {ROOTS}:
+            with profiled(SEND_NODE):
                 pass  # torch's node does nothing else either than return its gradients
         seeds = seeds_of((self._entries[key].edges, each) for key, each in arrived.items())
         arrived.clear()

@@ -222,7 +222,7 @@ class Callee:
                 self._active_of[frame.src] -= 1
 
     def _keep(
-        self, frame: Frame, cell: Cell, outcome: Outcome[Any], call: IncomingCall | None = None
+        self, frame: Frame, cell: Cell, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
         if isinstance(outcome, Error):
@@ -230,11 +230,7 @@ class Callee:
             remote = self._describe(frame, outcome.error)
             outcome = Error(outcome.error.with_traceback(None), remote)
         cell.set(outcome)
-        meta = None
-        if call is not None:
-            for hook in self._hooks_of(call.meta):
-                hook.after_kept(call)
-            meta = call.reply_meta or None
+        meta = None if call is None else self._reply_meta(call, "after_kept")
         return self._frame(frame, Kind.VALUE, _NONE, meta)
 
     def _confirm(self, frame: Frame) -> None:
@@ -250,6 +246,12 @@ class Callee:
     def _hooked(self, call: IncomingCall, step: str) -> AbstractContextManager[Any]:
         """Return one context for a step (``before_run``, ...) of the hooks that take part."""
         return all_of([getattr(hook, step)(call) for hook in self._hooks_of(call.meta)])
+
+    def _reply_meta(self, call: IncomingCall, step: str) -> dict[str, Any] | None:
+        """Return what the hooks that take part send with a reply, once they took this step."""
+        for hook in self._hooks_of(call.meta):
+            getattr(hook, step)(call)
+        return call.reply_meta or None
 
     def _on_undecodable(self, frame: Frame) -> None:
         meta = frame.meta or {}
@@ -298,9 +300,7 @@ class Callee:
             else:
                 with self._hooked(call, "before_reply"):
                     payload = worker.codec.encode(value, frame.src, shares_main, devices)
-                for hook in self._hooks_of(call.meta):
-                    hook.after_encode_reply(call)
-                meta = call.reply_meta or None
+                meta = self._reply_meta(call, "after_encode_reply")
         except NoDeviceError as exc:
             caller = worker.members.name_of(frame.src)
             return self._error(frame, refuse(exc.device, "Response", caller))

@@ -17,6 +17,7 @@ from graph_parts import (
 )
 
 from rayrpc._autograd import whole_run
+from rayrpc._autograd.functions import SEND_NODE
 from rayrpc._autograd.graph import ROOTS, WHOLE_RUN, GradGraph
 from rayrpc.errors import RpcError
 
@@ -60,6 +61,15 @@ def test_a_part_yields_the_gradients_of_the_whole(weight):
     (expected,) = torch.autograd.grad(whole, weight)
     assert set(gradients) == {weight} and weight.grad is None
     torch.testing.assert_close(gradients[weight], expected)
+
+
+def test_profiles_show_where_the_gradients_of_sent_messages_come_in(weight):
+    graph = GradGraph({1: entry(weight * 2, key=1), 2: entry(weight * 3, key=2)}, False)
+    for key in (1, 2):
+        graph.add_gradients(key, [torch.ones(3, 3)])
+    with torch.profiler.profile() as recorded:
+        run_to_end(graph, {})
+    assert [event.name for event in recorded.events()].count(SEND_NODE) == 2
 
 
 def test_hooks_of_a_leaf_get_its_whole_gradient_once(weight):

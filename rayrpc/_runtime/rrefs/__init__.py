@@ -4,6 +4,7 @@
     proxy      ``rref.rpc_sync().method()`` and its like
     gradients  ``rref.backward()``
     context    the protocol's table (``_protocol.rref_table``) with a lock, messages and handles
+    collected  reports the handles that Python has collected
     cell       the value at its owner
     home       what a handle needs of its worker; this process's own worker
     reference  what proxies, backward passes and lazy values need of a handle
