@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
+    from rayrpc.observe import status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
     from rayrpc.rref import PyRRef, RRef
 
@@ -58,6 +59,7 @@ __all__ = [
     "shutdown",
     "spawn",
     "start_workers",
+    "status",
     "uninstall",
 ]
 
@@ -91,6 +93,7 @@ _HOMES = {
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
+    "rayrpc.observe": ("status",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = (

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import yaml
 
@@ -18,6 +22,9 @@ from rayrpc.errors import ConfigError, RpcError
 __all__ = ["main"]
 
 STACKS_SECONDS = 1.8  # after a Ctrl-C, for workers to write where they are
+RATE_SECONDS = 0.5  # in which `rayrpc status` counts calls
+NO_GROUP = "no group runs on the cluster"
+CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -34,15 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a script, a module or a Python command (torchrun) as python would, with "
         "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
-    run.add_argument("--address", help="the Ray cluster: host:port, auto, ray://..., or local")
-    run.add_argument("--config", metavar="FILE", help="settings in YAML")
-    run.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="one setting, its value in YAML; repeatable",
-    )
+    _add_settings(run)
     run.add_argument(
         "--working-dir",
         metavar="FOLDER",
@@ -53,7 +52,43 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("script", metavar="SCRIPT", nargs="?", help="the script")
     run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    status = commands.add_parser(
+        "status",
+        help="show the groups on a cluster, their workers, and the calls that wait",
+        description="Show the groups on a cluster, their workers, and the calls that wait for "
+        "their replies. Without an address, on the local cluster of the programs that run here.",
+    )
+    status.add_argument(
+        "--watch",
+        metavar="SECONDS",
+        nargs="?",
+        type=float,
+        const=2.0,
+        help="show it again, every 2 s if no number is given, until Ctrl-C",
+    )
+    stack = commands.add_parser(
+        "stack",
+        help="show where the code of all workers is, and which call waits for which",
+        description="Show where the code of all workers is, which call waits for which, and "
+        "deadlocks. The cluster is found as by `rayrpc status`.",
+    )
+    stack.add_argument("worker", metavar="WORKER", nargs="?", help="show this one's code only")
+    for command in (status, stack):
+        _add_settings(command)
+        command.add_argument("--json", action="store_true", help="as JSON")
     return parser
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--address", help="the Ray cluster: host:port, auto, ray://..., or local")
+    command.add_argument("--config", metavar="FILE", help="settings in YAML")
+    command.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="one setting, its value in YAML; repeatable",
+    )
 
 
 def _settings(options: argparse.Namespace) -> config.Settings:
@@ -69,7 +104,7 @@ def _settings(options: argparse.Namespace) -> config.Settings:
             raise ConfigError(f"--set {item}: the value is not valid YAML: {problem}") from None
     if options.address is not None:
         overrides["address"] = options.address
-    if options.working_dir is not None:
+    if getattr(options, "working_dir", None) is not None:
         overrides["working_dir"] = options.working_dir
     return config.load(options.config, **overrides)
 
@@ -101,6 +136,39 @@ def _find_program(options: argparse.Namespace) -> tuple[str, list[str]]:
     return command, options.args
 
 
+def _show(options: argparse.Namespace, settings: config.Settings) -> int:
+    """Print the state of the groups on a cluster; return the exit status.
+
+    Raises:
+        ClusterError: no cluster can be reached.
+    """
+    from rayrpc.launch.looking import look  # loads Ray
+
+    with contextlib.suppress(KeyboardInterrupt):
+        if options.json:
+            groups = look(settings, options.command == "stack")
+            print(json.dumps([group.to_dict() for group in groups], indent=1))
+        elif options.command == "stack":
+            groups = look(settings, True)
+            print("\n\n".join(group.stacks(options.worker) for group in groups) or NO_GROUP)
+        else:
+            _show_status(lambda: look(settings, False), options.watch)
+    return 0
+
+
+def _show_status(look: Callable[[], list[Any]], interval: float | None) -> None:
+    """Print the state of groups, with the calls a second, once or every ``interval`` seconds."""
+    groups = look()
+    while True:
+        time.sleep(interval or RATE_SECONDS)
+        before = {group.key: group for group in groups}
+        groups = look()
+        text = "\n\n".join(group.text(before.get(group.key)) for group in groups) or NO_GROUP
+        print(CLEAR + text if interval and sys.stdout.isatty() else text, flush=True)
+        if not interval:
+            return
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -117,6 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         settings = _settings(options)
+        if options.command != "run":
+            return _show(options, settings)
         name, arguments = _find_program(options)
     except RpcError as exc:
         print(f"rayrpc: {exc}", file=sys.stderr)

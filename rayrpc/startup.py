@@ -12,6 +12,7 @@ import torch
 from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.profiler import ProfilerHook
+from rayrpc._observe.report import Inspector
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
@@ -178,6 +179,7 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
     )
     contexts.attach(agent)
+    agent.callee.inspect = Inspector(agent, transport.is_hosted).answer
     return agent
 
 

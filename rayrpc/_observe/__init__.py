@@ -1,7 +1,18 @@
-"""Observation of calls, by hooks on their path; no other code asks whether it is on.
+"""Observation of calls, and of what hangs.
+
+By hooks on the path of calls; no other code asks whether they are on:
 
 - ``profiler``: ``ProfilerHook``, calls as events of torch's legacy autograd profiler.
 - ``legacy_profile``: what callees do, in the profiles of that.
 
-Invariant: a call that nothing observes pays for one look at the hook, ``Hook.wants``.
+By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc stack``):
+
+- ``report``: ``Inspector`` answers INSPECT frames with what its worker does.
+- ``stacks``: where users' code is.
+- ``waits``: the graph of who waits for whom, from the reports of a group (pure).
+- ``group_status``: the reports of a group, as text, HTML and data.
+
+Invariants: a call that nothing observes pays for one look at the hook, ``Hook.wants``.  A report
+takes no slot, so that it comes also where all are taken.  ``stacks``, ``waits`` and
+``group_status`` load no torch.
 """

@@ -2,13 +2,14 @@
 
 A call is a request frame and a reply frame:
 
-    caller ── CALL / REMOTE / FETCH / CONTROL ──> callee
-    caller <────────── VALUE / ERROR ──────────── callee
+    caller ── CALL / REMOTE / FETCH / CONTROL ──> callee      anybody ── INSPECT ──> worker
+    caller <────────── VALUE / ERROR ──────────── callee      anybody <── VALUE ──── worker
 
     CALL      run a function; the reply has its value
     REMOTE    run a function, keep its value in an RRef; the reply confirms that the RRef exists
     FETCH     the reply has the value of an RRef
     CONTROL   RRef messages alone
+    INSPECT   the reply tells, as data, what the worker does; its sender need be no member
     VALUE     the call ended with a value
     ERROR     the call ended with an exception
 
@@ -54,6 +55,7 @@ class Kind(IntEnum):
     CONTROL = 3
     VALUE = 4
     ERROR = 5
+    INSPECT = 6
 
 
 class FrameError(EOFError):

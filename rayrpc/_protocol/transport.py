@@ -171,6 +171,11 @@ class Transport(abc.ABC):
         """Identifier of this worker's node; workers with equal ones share its memory."""
         return self.node
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether this process is that of the actor which peers call."""
+        return False
+
     @abc.abstractmethod
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""

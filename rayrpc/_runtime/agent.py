@@ -16,7 +16,7 @@ from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
 from rayrpc._protocol.membership import Change, Member, Snapshot
-from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
@@ -27,7 +27,7 @@ from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import ConfigError, GroupError, WorkerDiedError
+from rayrpc.errors import CallError, ConfigError, GroupError, WorkerDiedError
 from rayrpc.options import TensorPipeRpcBackendOptions, to_seconds
 
 __all__ = ["Agent"]
@@ -381,6 +381,39 @@ class Agent:
         self._transport.flush_replies(deadline.within(REPLY_SECONDS))
 
     # -- inspection ---------------------------------------------------------------------------
+
+    def inspect(self, what: bytes, timeout: float) -> list[tuple[Member, bytes | Exception]]:
+        """Ask all members for a report.
+
+        Args:
+            what: see ``Callee.inspect``.
+            timeout: in seconds.
+
+        Returns:
+            By member, the report, or why there is none (TimeoutError, CallError).
+        """
+        release_reader()
+        deadline = Deadline(timeout)
+        me, session = self.info.id, self._snapshot.session
+        asked = [
+            (
+                member,
+                self._send(
+                    member, Frame(Kind.INSPECT, session, me, self.caller.new_id(), data=what)
+                ),
+            )
+            for member in self.members()
+        ]
+        answers: list[tuple[Member, bytes | Exception]] = []
+        for member, pending in asked:
+            try:
+                reply = pending.wait(max(0.0, deadline.within(timeout)))
+            except (CallError, TimeoutError) as exc:
+                answers.append((member, exc))
+            else:
+                is_report = reply.kind is Kind.VALUE
+                answers.append((member, reply.data if is_report else CallError("could not report")))
+        return answers
 
     def get_debug_info(self) -> dict[str, str]:
         """Return torch's counters of an agent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import perf_counter
@@ -30,6 +29,7 @@ from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
 from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
@@ -53,15 +53,28 @@ class Callee:
         self._quick = LatencyProfile()
         self._short = LatencyProfile(SHORT_SECONDS)
         self._lock = threading.Lock()
-        self.active = 0
-        self._active_of: Counter[int] = Counter()  # by the caller's id
+        self._calls: dict[ServedCall, None] = {}  # users' calls, until they are replied to
+        self._fetches: dict[ServedCall, None] = {}  # those that wait for their values
         self.served = 0
+        #: answers INSPECT frames, given their data
+        self.inspect: Callable[[bytes], bytes] = bytes
         #: called when a function has ended, before its caller learns that
         self.before_reply: Callable[[], None] | None = None
 
     def close(self) -> None:
         """End the async functions that run."""
         self._coroutines.close()
+
+    @property
+    def active(self) -> int:
+        """The number of users' calls that are not replied to."""
+        return len(self._calls)
+
+    def under_way(self) -> list[ServedCall]:
+        """Return users' calls, and fetches that wait for their values."""
+        with self._lock:
+            result = [*self._calls, *self._fetches]
+        return result
 
     def active_for(self, is_member: Callable[[int], object]) -> int:
         """Return the number of calls under way whose callers wait for them.
@@ -70,11 +83,14 @@ class Callee:
             is_member: tells whether the worker with an id is a member; others were lost.
         """
         with self._lock:
-            result = sum(count for caller, count in self._active_of.items() if is_member(caller))
+            result = sum(1 for call in self._calls if is_member(call.src))
         return result
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:
         """Answer a frame; see ``Serve``."""
+        if frame.kind is Kind.INSPECT:
+            data = self.inspect(frame.data)
+            return Frame(Kind.VALUE, frame.session, self._me.id, frame.call_id, data=data)
         if frame.session != self._worker.session:
             error = CallError(
                 f"RPC worker {self._me.name!r} got a call for an earlier run of its group"
@@ -90,32 +106,31 @@ class Callee:
             return self._frame(frame, Kind.VALUE, EMPTY)
         if frame.kind is Kind.FETCH:
             return self._fetch(frame)
+        entry = ServedCall(frame.src, frame.call_id, frame.rref_id)
         with self._lock:
-            self.active += 1
-            self._active_of[frame.src] += 1
+            self._calls[entry] = None
             self.served += 1
-        cell = None
         if frame.kind is Kind.REMOTE:
             assert frame.rref_id is not None and frame.fork_id is not None
-            cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
+            entry.cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
         if not frame.takes_slot:
-            return self._run(frame, cell)
+            return self._run(frame, entry)
         if may_block and self._slots.enter():
             try:
-                return self._run(frame, cell)
+                return self._run(frame, entry)
             finally:
                 self._slots.leave()
         deferred = Deferred()
 
         def run_later() -> None:
             if not deferred.hold(lambda: self._slots.submit(run_later)):
-                _settle(deferred, frame, lambda: self._run(frame, cell))
+                _settle(deferred, frame, lambda: self._run(frame, entry))
 
         try:
             self._slots.submit(run_later)
         except RuntimeError as exc:  # no thread can be started
             self._on_undecodable(frame)
-            return self._reply(frame, cell, Error(exc), None)
+            return self._reply(frame, entry, Error(exc), None)
         return deferred
 
     def _refuse(self, frame: Frame) -> Frame:
@@ -131,7 +146,7 @@ class Callee:
 
     # -- one call -----------------------------------------------------------------------------
 
-    def _run(self, frame: Frame, cell: Cell | None) -> Frame | Deferred:
+    def _run(self, frame: Frame, entry: ServedCall) -> Frame | Deferred:
         call: IncomingCall | None = None
         try:
             decode = self._worker.codec.decode
@@ -143,6 +158,8 @@ class Callee:
             is_quick = self._quick.is_quick(key)
             if not is_quick:
                 release_reader(briefly=self._short.is_quick(key))
+            entry.func = key[1] if type(key) is tuple else invocation.func
+            entry.thread = threading.get_ident()
             start = perf_counter()
             if frame.meta:
                 call = IncomingCall(frame.src, invocation, frame.meta)
@@ -153,21 +170,22 @@ class Callee:
                 value = _invoke(invocation, frame.is_async)
             del invocation  # its arguments may be needed no longer
             seconds = perf_counter() - start
+            entry.thread = 0
             self._quick.record(key, seconds, self.active == 1)
             if not is_quick:
                 self._short.record(key, seconds, self.active == 1)
         except BaseException as exc:
             if call is None:
                 self._on_undecodable(frame)
-            return self._reply(frame, cell, Error(exc), call)
+            return self._reply(frame, entry, Error(exc), call)
         if type(value) is CoroutineType:
-            return self._run_coroutine(frame, cell, value, call)
+            return self._run_coroutine(frame, entry, value, call)
         if not frame.is_async:
-            return self._reply(frame, cell, Value(value), call)
-        return self._reply_when_done(frame, cell, value, call)
+            return self._reply(frame, entry, Value(value), call)
+        return self._reply_when_done(frame, entry, value, call)
 
     def _reply_when_done(
-        self, frame: Frame, cell: Cell | None, value: Any, call: IncomingCall | None
+        self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
         """Reply with the value of a Future, when that is done."""
         if not isinstance(value, _AnyFuture):
@@ -176,27 +194,27 @@ class Callee:
                 f"torch.futures.Future object, but got {type(value).__module__}."
                 f"{type(value).__name__}"
             )
-            return self._reply(frame, cell, Error(error), call)
+            return self._reply(frame, entry, Error(error), call)
         if value.done():
-            return self._reply(frame, cell, attempt(value.value), call)
+            return self._reply(frame, entry, attempt(value.value), call)
         deferred = Deferred()
 
         def reply(done: Any) -> Frame:
-            return self._reply(frame, cell, attempt(done.value), call)
+            return self._reply(frame, entry, attempt(done.value), call)
 
         value.add_done_callback(lambda done: _settle(deferred, frame, lambda: reply(done)))
         return deferred
 
     def _run_coroutine(
-        self, frame: Frame, cell: Cell | None, coroutine: Any, call: IncomingCall | None
+        self, frame: Frame, entry: ServedCall, coroutine: Any, call: IncomingCall | None
     ) -> Deferred:
         """Reply when an async function returns (``async_execution``: when its Future is done)."""
         deferred = Deferred()
 
         def reply(outcome: Outcome[Any]) -> Frame | Deferred:
             if frame.is_async and isinstance(outcome, Value):
-                return self._reply_when_done(frame, cell, outcome.value, call)
-            return self._reply(frame, cell, outcome, call)
+                return self._reply_when_done(frame, entry, outcome.value, call)
+            return self._reply(frame, entry, outcome, call)
 
         if call is not None:
             coroutine = stepwise(coroutine, lambda: self._hooked(call, "before_resume"))
@@ -206,20 +224,19 @@ class Callee:
         return deferred
 
     def _reply(
-        self, frame: Frame, cell: Cell | None, outcome: Outcome[Any], call: IncomingCall | None
+        self, frame: Frame, entry: ServedCall, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         try:
             if self.before_reply is not None:
                 self.before_reply()
-            if cell is not None:
-                return self._keep(frame, cell, outcome, call)
+            if entry.cell is not None:
+                return self._keep(frame, entry.cell, outcome, call)
             if isinstance(outcome, Error):
                 return self._error(frame, outcome.error)
             return self._value(frame, outcome.value, call)
         finally:
             with self._lock:
-                self.active -= 1
-                self._active_of[frame.src] -= 1
+                self._calls.pop(entry, None)
 
     def _keep(
         self, frame: Frame, cell: Cell, outcome: Outcome[Any], call: IncomingCall | None
@@ -277,9 +294,16 @@ class Callee:
         if (outcome := cell.value) is not None:
             return self._fetched(frame, outcome, call)
         deferred = Deferred()
-        cell.on_done(
-            lambda outcome: _settle(deferred, frame, lambda: self._fetched(frame, outcome, call))
-        )
+        entry = ServedCall(frame.src, frame.call_id, frame.rref_id)
+        with self._lock:
+            self._fetches[entry] = None
+
+        def reply(outcome: Outcome[Any]) -> Frame:
+            with self._lock:
+                self._fetches.pop(entry, None)
+            return self._fetched(frame, outcome, call)
+
+        cell.on_done(lambda outcome: _settle(deferred, frame, lambda: reply(outcome)))
         return deferred
 
     def _fetched(self, frame: Frame, outcome: Outcome[Any], call: IncomingCall | None) -> Frame:

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.futures import Future
 
@@ -25,7 +25,7 @@ from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import Invocation, is_prompt
-from rayrpc._runtime.open_call import OpenCall, Request
+from rayrpc._runtime.open_call import OpenCall, Request, Send
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
@@ -34,7 +34,7 @@ from rayrpc._runtime.started_call import StartedCall
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import SerializationError, WorkerDiedError
 
-__all__ = ["Caller", "Send"]
+__all__ = ["Caller"]
 
 # How often a blocking call checks whether its own worker was shut down.
 POLL_SECONDS = 0.5
@@ -42,13 +42,6 @@ POLL_SECONDS = 0.5
 LOSS_POLLS = 2
 
 NOTHING = Invocation(lambda: None)  # what a fetch runs
-
-
-class Send(Protocol):
-    """Sends frames to members, this worker among them."""
-
-    def __call__(self, peer: Member, frame: Frame) -> Pending:
-        """Send a frame and expect its reply."""
 
 
 class Caller:
@@ -77,10 +70,10 @@ class Caller:
         self.interrupting = InterruptingCalls(threads.submit)
         self._send = send
         self._on_interrupted_send = on_interrupted_send
-        self._call_ids = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
+        self.new_id = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
         self._open: dict[int, OpenCall] = {}
         self._deadlines = DeadlineThread(self._open, self._expire)
-        self._waiting: dict[int, None] = {}  # ids of calls that a thread waits for
+        self._waiting: dict[int, Request] = {}  # calls that a thread waits for
         self._lock = threading.Lock()
         self._closed = False
         self.sent = 0
@@ -89,6 +82,10 @@ class Caller:
     def active(self) -> int:
         """The number of users' calls that have not completed."""
         return len(self._open) + len(self._waiting) + len(self.interrupting)
+
+    def under_way(self) -> tuple[list[Request], list[OpenCall]]:
+        """Return the calls that threads wait for, and those that complete by callback."""
+        return list(self._waiting.values()), list(self._open.values())
 
     def start_threads(self) -> None:
         """Start the threads that calls may need."""
@@ -131,12 +128,12 @@ class Caller:
         if not hooks:
             payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
-            return Request(to, frame.call_id, timeout, payload.lent), frame
+            return Request(to, frame.call_id, timeout, payload.lent, func=invocation.func), frame
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
-        return Request(to, frame.call_id, timeout, payload.lent, call), frame
+        return Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func), frame
 
     @guarded(InterruptingCalls.make)
     def future(
@@ -148,7 +145,8 @@ class Caller:
             future: Any = Future()
             payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
-            request = Request(to, frame.call_id, timeout, payload.lent)
+            func = invocation.func
+            request = Request(to, frame.call_id, timeout, payload.lent, func=func)
             self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
@@ -157,7 +155,7 @@ class Caller:
             frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
-            request = Request(to, frame.call_id, timeout, payload.lent, call)
+            request = Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func)
             self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             for hook in hooks:
                 future = hook.after_send(call, future)
@@ -179,7 +177,7 @@ class Caller:
                 creation = rref._begin_creation()
                 for hook in hooks:
                     rref._set_future(hook.after_send(call, rref._get_future()))
-                request = Request(to, frame.call_id, timeout, payload.lent, call, keeps_type=True)
+                request = Request(to, frame.call_id, timeout, payload.lent, call, True, func)
                 # a late reply counts too: the owner has the RRef from then on
                 on_created = functools.partial(self._rrefs.created, rref_id, fork_id)
                 self._start(OpenCall(self, request, creation.set, on_created), frame)
@@ -278,7 +276,7 @@ class Caller:
     ) -> Frame:
         data, buffers, forks, _ = payload
         ack, control = self._rrefs.take_pending(to.id)
-        number = self._call_ids()
+        number = self.new_id()
         session, me = self._worker.session, self._me.id
         is_async = hasattr(func, "_wrapped_async_rpc_function")
         rest = meta, ack, control, forks, data, buffers, not is_prompt(func)
@@ -298,7 +296,7 @@ class Caller:
         release_reader()
         frame.is_stable = True  # the caller waits
         try:
-            self._waiting[request.id] = None
+            self._waiting[request.id] = request
             with self._lock:
                 self.sent += 1
             return self._send(request.to, frame)
@@ -321,6 +319,7 @@ class Caller:
     ) -> Any:
         """Return the value of a call; see ``StartedCall``."""
         taken: set[int] = set()
+        request.thread = threading.get_ident()
         try:
             try:
                 reply = self._await(request, pending, unwanted)

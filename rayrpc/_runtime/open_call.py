@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,11 +13,19 @@ from rayrpc._concurrency.reader import is_reader
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.hooks import OutgoingCall
 
-__all__ = ["OpenCall", "Request"]
+__all__ = ["OpenCall", "Request", "Send"]
 
 Done = Callable[[Outcome[Any]], object]
+
+
+class Send(Protocol):
+    """Sends frames to members, this worker among them."""
+
+    def __call__(self, peer: Member, frame: Frame) -> Pending:
+        """Send a frame and expect its reply."""
 
 
 class Completer(Protocol):
@@ -38,6 +48,9 @@ class Request:
         lent: handles that must live until the reply is there.
         call: what hooks know of it; None if no hook takes part.
         keeps_type: an error is raised by ``to_here``; see ``remote_errors``.
+        func: what it runs; None: it fetches a value.
+        thread: ident of the thread that waits for it; 0: none does.
+        since: ``time.monotonic()`` when it was made.
     """
 
     to: Member
@@ -46,6 +59,9 @@ class Request:
     lent: tuple[Any, ...] = ()
     call: OutgoingCall | None = None
     keeps_type: bool = False
+    func: object = None
+    thread: int = 0
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +90,11 @@ class OpenCall:
         """
         self._ends.append(by_reply)
         return self._ends[0] == by_reply
+
+    @property
+    def future(self) -> Any:
+        """What the user waits with; None if that is something else, or not known."""
+        return self.done.args[0] if isinstance(self.done, functools.partial) else None
 
     @property
     def has_failed(self) -> bool:

@@ -9,11 +9,12 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``arguments``: what ranks are called with: shared with those on this node, copied for others.
 - ``placement``: which node has room for a worker; what is reserved there.
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
-- ``capture``: what a worker's process prints goes into pipes; ``stacks``: where its code is.
+- ``capture``: what a worker's process prints goes into pipes.
 - ``collector``: the reader of a node's pipes, here or in an actor there (``output_relay``).
 - ``display``: the collected text on this process's terminal; ``output`` ties these four together.
 - ``child_ranks``: ranks that stay processes of torch's.
 - ``interrupt``: the end of a run by Ctrl-C.
+- ``looking``: ``rayrpc status`` and ``rayrpc stack``.
 - ``workers``: ``start_workers``, for workers that only serve, in this process's group.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.

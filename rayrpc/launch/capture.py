@@ -44,7 +44,7 @@ from typing import NoReturn
 
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event, Notifier
-from rayrpc.launch.stacks import python_stacks
+from rayrpc._observe.stacks import python_stacks
 
 __all__ = [
     "CHILD_SECONDS",

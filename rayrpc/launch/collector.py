@@ -31,6 +31,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rayrpc._observe.stacks import dumped_stacks
 from rayrpc.launch.capture import (
     CHILD_SECONDS,
     DUMP_SIGNAL,
@@ -42,7 +43,6 @@ from rayrpc.launch.capture import (
     exit_status,
 )
 from rayrpc.launch.display import BEGIN, END, HOLD_OFF, STACKS_SHOWN, STATUS, Text
-from rayrpc.launch.stacks import dumped_stacks
 
 __all__ = ["Collector"]
 

@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,11 @@ class HostedWorker:
         """Accept the late reply to a call."""
         self._endpoint.deliver(call_id, wire)
 
+    @ray.method(concurrency_group="system")
+    def inspect(self, wire: Wire, seconds: float) -> Wire:
+        """Answer a question about the worker."""
+        return self._endpoint.call(wire)
+
     @ray.method(concurrency_group="watch")
     def watch(self, token: str) -> None:
         """Block until the worker leaves; fail if it dies."""
@@ -162,6 +168,7 @@ class HostedWorker:
         Returns:
             Ended: how the main ended; its exceptions are in there, too.
         """
+        threading.current_thread().name = "MainThread"  # as in a process of multiprocessing
         self._start_capture(collector)
         try:
             self._enter_folder(archive)

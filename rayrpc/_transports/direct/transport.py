@@ -144,6 +144,10 @@ class DirectTransport(Transport):
     def node_id(self) -> str:
         return self._node_id
 
+    @property
+    def is_hosted(self) -> bool:
+        return self._fallback.is_hosted
+
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:

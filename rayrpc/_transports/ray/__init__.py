@@ -13,6 +13,7 @@ In the order in which a worker meets them:
     relay             the relay actor: the endpoint of an attached process
     relay_client      an attached process's side of its relay: polls, serves, sends results
     transport         ``RayTransport``: calls peers' endpoints, serves this worker's own
+    inspection        asks the workers of all groups what they do, from a process in none
     ray_errors        Ray's errors as errors of rayrpc
 
     caller ──handle(wire)──> endpoint of the callee ──> callee

@@ -54,11 +54,12 @@ HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 
 _lease: socket.socket | None = None
 
 
-def connect(settings: Settings) -> None:
+def connect(settings: Settings, starts: bool = True) -> None:
     """Connect this process to its Ray cluster, unless it is connected.
 
     Args:
         settings (Settings): the address and namespace, or the options of a local cluster.
+        starts (bool): a local cluster is started if none runs.
 
     Raises:
         ClusterError: the named cluster cannot be reached, or no local one can be started; or the
@@ -72,7 +73,7 @@ def connect(settings: Settings) -> None:
         _check_control_service()
         return
     if address in (None, "local"):
-        address = _join_local(settings)
+        address = _join_local(settings, starts)
         auth_token.enable()
     else:
         auth_token.enable_if_needed(address)
@@ -177,7 +178,7 @@ def through_client() -> bool:
     return bool(ray.util.client.ray.is_connected())
 
 
-def _join_local(settings: Settings) -> str:
+def _join_local(settings: Settings, starts: bool) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
     global _lease
     folder = own_folder()
@@ -190,14 +191,17 @@ def _join_local(settings: Settings) -> str:
     path = folder / f"cluster-{identity}.sock"
     log = path.with_suffix(".log")
     with locked(path.with_suffix(".lock")):
-        lease = _open_lease(path)
-        if lease is None:
+        lease = _open_lease(path) if starts else _open_any_lease(path)
+        if lease is None and starts:
             path.unlink(missing_ok=True)
             _start_local_cluster(path, log, settings)
             lease = _wait_for_lease(path, START_SECONDS)
     if lease is None:
         raise ClusterError(
             f"no local Ray cluster could be started in {START_SECONDS:g} s; see {log}"
+            if starts
+            else "no Ray cluster that rayrpc has started for this user runs on this host; name one "
+            "by --address, RAY_ADDRESS or the config file"
         )
     lease.settimeout(START_SECONDS)
     with lease.makefile("r") as lines:
@@ -249,6 +253,13 @@ def _open_lease(path: Path) -> socket.socket | None:
         lease.close()
         return None
     return lease
+
+
+def _open_any_lease(path: Path) -> socket.socket | None:
+    """Connect to a local cluster, or to another one of this user if it does not run."""
+    others = sorted(path.parent.glob("cluster-*.sock"), key=lambda each: -each.stat().st_mtime)
+    leases = (_open_lease(each) for each in dict.fromkeys([path, *others]))
+    return next((lease for lease in leases if lease is not None), None)
 
 
 def _wait_for_lease(path: Path, seconds: float) -> socket.socket | None:

@@ -37,6 +37,7 @@ from rayrpc._transports.ray.applied_versions import AppliedVersions
 from rayrpc._transports.ray.directory_answers import (
     MOST_MEMBERS,
     WANTS_MEMBERS,
+    Description,
     Restored,
     SharedReports,
     SharedSnapshot,
@@ -270,6 +271,12 @@ class DirectoryActor:
         """Return the names of the members that have not reached ``tag``."""
         session = self._group.find(token)
         return session.absent(tag) if session is not None else []
+
+    async def describe(self) -> Description:
+        """Return who is in the group, for ``rayrpc status``."""
+        joining = [(member, self._group.missing(member.token)) for member in self._group.pending]
+        sessions = [list(session.members.values()) for session in self._group.sessions]
+        return Description(self._group.key, [each for each in sessions if each], joining)
 
     # -- inside -----------------------------------------------------------------------------
 

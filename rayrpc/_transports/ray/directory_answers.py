@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rayrpc._protocol.membership import Change, Snapshot
+from rayrpc._protocol.membership import Change, Member, Snapshot
 
 __all__ = [
+    "DIRECTORY_NAME",
+    "Description",
     "MOST_MEMBERS",
     "Restored",
     "SharedReports",
@@ -14,6 +17,9 @@ __all__ = [
     "WANTS_MEMBERS",
     "poll_seconds",
 ]
+
+#: of the actor, before the key of its group
+DIRECTORY_NAME = "rayrpc-directory:"
 
 # An answer about more members does not hold their records itself: N of them would be N² records.
 MOST_MEMBERS = 32
@@ -37,6 +43,20 @@ def poll_seconds(peer_timeout: float, members: int) -> float:
     """
     seconds = max(peer_timeout / POLLS, members / POLLS_A_SECOND)
     return min(seconds, peer_timeout / LEAST_POLLS)
+
+
+class Description(NamedTuple):
+    """Who is in a group.
+
+    Args:
+        key (str): names the group.
+        sessions (list[list[Member]]): the members of each of its sessions.
+        joining (list[tuple[Member, list[int]]]): who wait for others, and for which ranks.
+    """
+
+    key: str
+    sessions: Sequence[Sequence[Member]]
+    joining: Sequence[tuple[Member, Sequence[int]]]
 
 
 class Restored(NamedTuple):

@@ -33,6 +33,7 @@ from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import control_service_answers, through_client
 from rayrpc._transports.ray.directory import DirectoryActor
 from rayrpc._transports.ray.directory_answers import (
+    DIRECTORY_NAME,
     WANTS_MEMBERS,
     Restored,
     SharedReports,
@@ -102,7 +103,7 @@ class RayDirectory(Directory):
     def _find_or_create(self) -> Any:
         directory: Any = ray.remote(DirectoryActor)
         return directory.options(
-            name=f"rayrpc-directory:{self._key}",
+            name=f"{DIRECTORY_NAME}{self._key}",
             namespace=self._namespace,
             get_if_exists=True,
             lifetime="detached",

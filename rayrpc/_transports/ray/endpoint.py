@@ -6,6 +6,7 @@ A hosted worker's endpoint is its own actor (``HostedEndpoint`` here); an attach
     handle(wire)             serve a frame; return the reply, or DEFERRED if it comes later
     deliver(call_id, wire)   take the late reply to a call of this worker
     watch(token)             block until the worker leaves; fail if it dies (``LivenessWatch``)
+    inspect(wire, seconds)   serve an INSPECT frame; return the reply, or None if it takes too long
 
 A deferred reply is sent by the callee with the caller's ``deliver``: so a call that waits for
 something holds no thread, and any number of calls can be open.

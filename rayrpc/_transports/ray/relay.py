@@ -32,7 +32,7 @@ from rayrpc._transports.ray.raylet_watch import end_with_raylet
 __all__ = ["RELAY_GROUPS", "Relay"]
 
 # Threads by concurrency group. The last free thread of "rpc" never holds a call.
-RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4}
+RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4, "inspect": 1}
 
 # How many frames an exchange returns at most.
 MAX_ITEMS = 64
@@ -93,9 +93,7 @@ class Relay:
                 held = None
             else:
                 self._busy += 1
-                self._count += 1
-                number = self._count
-                held = self._held[number] = _HeldCall()
+                number, held = self._hold()
         wire = passed_on(wire, self._plain)
         if held is None:
             self._incoming.put(("call", None, wire))
@@ -104,6 +102,27 @@ class Relay:
         held.done.acquire()
         with self._lock:
             self._busy -= 1
+        return held.wire
+
+    def _hold(self) -> tuple[int, _HeldCall]:
+        """Add a held call, with the lock held; return its number, too."""
+        self._count += 1
+        held = self._held[self._count] = _HeldCall()
+        return self._count, held
+
+    @ray.method(concurrency_group="inspect")
+    def inspect(self, wire: Wire, seconds: float) -> Wire:
+        """Pass a question about the worker to the process; return its answer.
+
+        Args:
+            wire: an INSPECT frame.
+            seconds: how long the process may take; the answer is None if it takes longer.
+        """
+        with self._lock:
+            number, held = self._hold()
+        self._incoming.put(("call", number, passed_on(wire, self._plain)))
+        if not held.done.acquire(timeout=seconds):
+            self._held.pop(number, None)
         return held.wire
 
     @ray.method(concurrency_group="system")

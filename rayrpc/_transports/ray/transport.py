@@ -157,6 +157,10 @@ class RayTransport(Transport):
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
+    @property
+    def is_hosted(self) -> bool:
+        return self._hosted is not None
+
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:

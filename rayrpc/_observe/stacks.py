@@ -1,4 +1,4 @@
-"""Where the code of users is in a worker's process, as text."""
+"""Where the code of users is in this process, as text and as data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,33 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-__all__ = ["dumped_stacks", "python_stacks"]
+__all__ = ["dumped_stacks", "python_stacks", "users_stack"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _SITE = f"{os.sep}site-packages{os.sep}"
 _FRAME = re.compile('  File "(.*?)", line ')
+
+
+def users_stack(frame: FrameType) -> list[dict[str, Any]]:
+    """Return a thread's stack from the first function of a user on; rayrpc's frames are left out.
+
+    Args:
+        frame: the innermost one of the thread.
+
+    Returns:
+        By frame, the innermost last: ``file``, ``line``, ``function`` and ``text``, the source.
+        Empty if no function of a user runs.
+    """
+    stack = _from_users(traceback.extract_stack(frame))
+    return [
+        {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line}
+        for each in stack
+        if not each.filename.startswith(_PACKAGE)
+    ]
 
 
 def python_stacks(name: str, main: int) -> str:
@@ -27,10 +47,15 @@ def python_stacks(name: str, main: int) -> str:
     found = []
     for ident, frame in sys._current_frames().items():
         stack = traceback.extract_stack(frame)
-        first = next((i for i, entry in enumerate(stack) if _is_users(entry.filename)), None)
-        if first is not None or ident == main:
-            found.append("".join(traceback.format_list(stack[first or 0 :])))
+        if (users := _from_users(stack)) or ident == main:
+            found.append("".join(traceback.format_list(users or stack)))
     return _text(name, os.getpid(), found)
+
+
+def _from_users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return a stack from the first function of a user on; none: it has none."""
+    first = next((i for i, entry in enumerate(stack) if _is_users(entry.filename)), len(stack))
+    return stack[first:]
 
 
 def dumped_stacks(name: str, pid: int, dump: str) -> str:

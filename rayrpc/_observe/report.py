@@ -1,0 +1,216 @@
+"""What a worker does now, as data: its calls, what its threads wait for, RRefs, memory.
+
+A report is the answer to an INSPECT frame.  A call is named by its caller's id and its number
+there, ``"0:17"``, so that the reports of both sides fit together (``waits``).  No lock is taken but
+those that are held for a few instructions: a worker whose calls hang reports that.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from rayrpc._observe.stacks import users_stack
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.open_call import OpenCall, Request
+from rayrpc._runtime.rrefs.cell import Cell
+from rayrpc._runtime.served_call import ServedCall
+from rayrpc.futures import awaited_by
+
+__all__ = ["Inspector", "function_name"]
+
+# What a fetch is called.
+_TO_HERE = "RRef.to_here"
+
+
+def function_name(func: object) -> str:
+    """Return the name of what a call runs, as a user would write it.
+
+    Args:
+        func: a callable; a text: the name of a method; None: not known.
+    """
+    if func is None or isinstance(func, str):
+        return func or ""
+    if isinstance(func, functools.partial):
+        return function_name(func.func)
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    module = getattr(func, "__module__", None) or ""
+    return name if module in ("", "__main__", "__mp_main__", "builtins") else f"{module}.{name}"
+
+
+class Inspector:
+    """Report on a worker.
+
+    Args:
+        agent (Agent): the worker's.
+        is_hosted (bool): its process is that of its actor.
+    """
+
+    def __init__(self, agent: Agent, is_hosted: bool) -> None:
+        self._agent = agent
+        self._is_hosted = is_hosted
+        self._since = time.monotonic()
+
+    def answer(self, what: bytes) -> bytes:
+        """Return a report as JSON; with the threads' stacks if ``what`` is ``b"stacks"``."""
+        return json.dumps(self.report(with_stacks=what == b"stacks")).encode()
+
+    def report(self, with_stacks: bool = False) -> dict[str, Any]:
+        """Return a report.
+
+        Args:
+            with_stacks: with where users' code is, in each thread.
+
+        Returns:
+            Plain values, by name.  Times are in seconds until now, memory is in bytes.
+        """
+        agent = self._agent
+        now = time.monotonic()
+        # a thread that waits for a call before and after its own call was looked at, which no
+        # other one can have followed meanwhile, did both at once
+        before = self._waits()
+        served = agent.callee.under_way()
+        serves = {call.thread: self._key(call) for call in served if call.thread}
+        waits = {
+            ident: kept
+            for ident, keys in self._waits().items()
+            if (kept := [key for key in keys if key in before.get(ident, ())])
+        }
+        waiting, opened = agent.caller.under_way()
+        requests = [*waiting, *(call.request for call in opened)]
+        counts = agent.rrefs.debug_info()
+        slots = agent.get_debug_info()
+        limit, free = int(slots["agent.thread_pool_size"]), int(slots["agent.num_idle_threads"])
+        return {
+            "name": agent.member.name,
+            "id": agent.member.id,
+            "node": agent.member.node,
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "hosted": self._is_hosted,
+            "seconds": now - self._since,
+            "memory": _resident_bytes(),
+            "slots": {
+                "limit": limit,
+                "busy": limit - free,
+                "queued": int(slots["agent.num_pending_requests"]),
+            },
+            "sent": agent.caller.sent,
+            "served": agent.callee.served,
+            "rrefs": {
+                "owned": int(counts["num_owner_rrefs"]),
+                "held": int(counts["num_user_rrefs"]),
+            },
+            "calls": [self._sent(request, now) for request in requests],
+            "serving": [self._served(call, served, now) for call in served],
+            "threads": list(_threads(waits, serves, with_stacks)),
+        }
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _key(self, call: ServedCall) -> str:
+        return f"{call.src}:{call.id}"
+
+    def _sent(self, request: Request, now: float) -> dict[str, Any]:
+        return {
+            "key": f"{self._agent.info.id}:{request.id}",
+            "to": request.to.name,
+            "function": function_name(request.func) or _TO_HERE,
+            "seconds": now - request.since,
+        }
+
+    def _served(self, call: ServedCall, calls: list[ServedCall], now: float) -> dict[str, Any]:
+        is_fetch = call.rref_id is not None and call.cell is None
+        makers = [each for each in calls if is_fetch and each.rref_id == call.rref_id and each.cell]
+        caller = self._agent.find(call.src)
+        if call.thread:
+            state = "running"
+        elif call.func is None and not is_fetch:
+            state = "queued"
+        else:
+            state = "waiting"
+        return {
+            "key": self._key(call),
+            "from": str(call.src) if caller is None else caller.name,
+            "function": function_name(call.func) or (_TO_HERE if is_fetch else ""),
+            "seconds": now - call.since,
+            "state": state,
+            "thread": call.thread,
+            # of a fetch: the call that makes the value
+            "after": [self._key(each) for each in makers],
+        }
+
+    def _waits(self) -> dict[int, list[str]]:
+        """Return the calls that each thread waits for, by its ident."""
+        me = self._agent.info.id
+        waiting, opened = self._agent.caller.under_way()
+        found: dict[int, list[str]] = {}
+        for request in waiting:
+            if request.thread:
+                found.setdefault(request.thread, []).append(f"{me}:{request.id}")
+        cells = {id(call.cell): call for call in self._agent.callee.under_way() if call.cell}
+        futures = {id(call.future): call for call in opened if call.future is not None}
+        for ident, frame in sys._current_frames().items():
+            for key in _awaited(me, frame, futures, cells):
+                found.setdefault(ident, []).append(key)
+        return found
+
+
+def _awaited(
+    me: int,
+    frame: FrameType | None,
+    futures: dict[int, OpenCall],
+    cells: dict[int, ServedCall],
+) -> Iterator[str]:
+    """Return the calls whose Futures, or whose RRefs' values, a thread waits for.
+
+    Args:
+        me: id of this worker.
+        frame: the thread's innermost one.
+        futures, cells: calls by the ``id`` of their Future or cell.
+    """
+    while frame is not None:
+        for future in awaited_by(frame):
+            if (call := futures.get(id(future))) is not None:
+                yield f"{me}:{call.request.id}"
+        if frame.f_code is Cell.wait.__code__:
+            cell = frame.f_locals.get("self")
+            if (served := cells.get(id(cell))) is not None:
+                yield f"{served.src}:{served.id}"
+        frame = frame.f_back
+
+
+def _threads(
+    waits: dict[int, list[str]], serves: dict[int, str], with_stacks: bool
+) -> Iterator[dict[str, Any]]:
+    """Return what is to be told of the threads that run users' code, or wait for a call."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    for ident, frame in sys._current_frames().items():
+        stack = users_stack(frame) if with_stacks and ident != threading.get_ident() else []
+        if not (stack or ident == main or ident in waits or ident in serves):
+            continue
+        yield {
+            "ident": ident,
+            "name": names.get(ident, str(ident)),
+            "is_main": ident == main,
+            "waits_for": waits.get(ident, []),
+            "serves": serves.get(ident),
+            "stack": stack,
+        }
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # no Linux
+        return 0

@@ -1,0 +1,34 @@
+"""A call under way, as its callee keeps it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from rayrpc._protocol.ids import GloballyUniqueId
+from rayrpc._runtime.rrefs.cell import Cell
+
+__all__ = ["ServedCall"]
+
+
+@dataclass(slots=True, eq=False)
+class ServedCall:
+    """A call from its arrival to its reply.
+
+    Args:
+        src: id of the caller.
+        id: of the call, by which its caller knows it.
+        rref_id: of a FETCH, or of a REMOTE: of the value.
+        cell: keeps the value of a REMOTE.
+        func: what it runs; None: not known yet, or nothing.
+        thread: ident of the thread that runs the function; 0: none does.
+        since: ``time.monotonic()`` at its arrival.
+    """
+
+    src: int
+    id: int
+    rref_id: GloballyUniqueId | None = None
+    cell: Cell | None = None
+    func: object = None
+    thread: int = 0
+    since: float = field(default_factory=time.monotonic)

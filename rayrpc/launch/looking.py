@@ -1,0 +1,44 @@
+"""``rayrpc status`` and ``rayrpc stack``: look at the groups of a cluster from another terminal."""
+
+from __future__ import annotations
+
+import json
+
+from rayrpc._observe.group_status import GroupStatus, Joining, Silent
+from rayrpc._transports.ray.cluster import connect
+from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups
+from rayrpc.config import Settings
+
+__all__ = ["look"]
+
+
+def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[GroupStatus]:
+    """Return the state of all groups on a cluster.
+
+    Args:
+        settings (Settings): name the cluster; none: the one that rayrpc has started for this user.
+        with_stacks (bool): with where the users' code is.
+        seconds (float): how long a worker may take to answer.
+
+    Raises:
+        ClusterError: no cluster can be reached.
+    """
+    connect(settings, starts=False)
+    what = b"stacks" if with_stacks else b""
+    return [_status(group) for group in ask_groups(what, seconds)]
+
+
+def _status(group: GroupAnswers) -> GroupStatus:
+    reports, silent = [], []
+    for member, answer in group.answers:
+        if isinstance(answer, bytes):
+            reports.append(json.loads(answer))
+        else:
+            silent.append(Silent(member.name, member.node, member.pid, answer))
+    joining = [
+        Joining(member.name, member.node, member.pid, missing)
+        for member, missing in group.description.joining
+    ]
+    members = [member for member, _ in [*group.answers, *group.description.joining]]
+    owner = str(members[0].origin) if members else ""
+    return GroupStatus(group.description.key, owner, reports, silent, joining)
