@@ -13,6 +13,7 @@ from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
+from rayrpc._observe.slow_calls import SlowCalls
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
@@ -180,6 +181,10 @@ def make_agent(
     )
     contexts.attach(agent)
     agent.callee.inspect = Inspector(agent, transport.is_hosted).answer
+    if settings.slow_call:
+        slow_calls = SlowCalls(agent, settings.slow_call)
+        agent.on_shutdown(slow_calls.close)
+        slow_calls.start()
     return agent
 
 

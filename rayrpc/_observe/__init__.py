@@ -11,6 +11,7 @@ By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc sta
 - ``stacks``: where users' code is.
 - ``waits``: the graph of who waits for whom, from the reports of a group (pure).
 - ``group_status``: the reports of a group, as text, HTML and data.
+- ``slow_calls``: logs calls that wait for long, with what the callee reports of them.
 
 Invariants: a call that nothing observes pays for one look at the hook, ``Hook.wants``.  A report
 takes no slot, so that it comes also where all are taken.  ``stacks``, ``waits`` and

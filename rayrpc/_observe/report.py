@@ -25,7 +25,7 @@ from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc.futures import awaited_by
 
-__all__ = ["Inspector", "function_name"]
+__all__ = ["Inspector", "function_name", "name_of_request"]
 
 # What a fetch is called.
 _TO_HERE = "RRef.to_here"
@@ -44,6 +44,11 @@ def function_name(func: object) -> str:
     name = getattr(func, "__qualname__", None) or type(func).__qualname__
     module = getattr(func, "__module__", None) or ""
     return name if module in ("", "__main__", "__mp_main__", "builtins") else f"{module}.{name}"
+
+
+def name_of_request(request: Request) -> str:
+    """Return the name of what a call runs, as its caller knows it."""
+    return function_name(request.func) or _TO_HERE
 
 
 class Inspector:
@@ -87,8 +92,7 @@ class Inspector:
         waiting, opened = agent.caller.under_way()
         requests = [*waiting, *(call.request for call in opened)]
         counts = agent.rrefs.debug_info()
-        slots = agent.get_debug_info()
-        limit, free = int(slots["agent.thread_pool_size"]), int(slots["agent.num_idle_threads"])
+        slots = agent.slots
         return {
             "name": agent.member.name,
             "id": agent.member.id,
@@ -99,9 +103,9 @@ class Inspector:
             "seconds": now - self._since,
             "memory": _resident_bytes(),
             "slots": {
-                "limit": limit,
-                "busy": limit - free,
-                "queued": int(slots["agent.num_pending_requests"]),
+                "limit": slots.limit,
+                "busy": slots.limit - slots.free,
+                "queued": slots.waiting,
             },
             "sent": agent.caller.sent,
             "served": agent.callee.served,
@@ -123,7 +127,7 @@ class Inspector:
         return {
             "key": f"{self._agent.info.id}:{request.id}",
             "to": request.to.name,
-            "function": function_name(request.func) or _TO_HERE,
+            "function": name_of_request(request),
             "seconds": now - request.since,
         }
 

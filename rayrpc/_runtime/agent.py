@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Agent:
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
-        self._slots = Slots(options.num_worker_threads, self._threads)
+        self.slots = Slots(options.num_worker_threads, self._threads)
         self._members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )
@@ -105,7 +105,7 @@ class Agent:
         for member in snapshot.members:
             self._worker.devices.add(member)
         self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
-        self.callee = Callee(self._worker, self._slots)
+        self.callee = Callee(self._worker, self.slots)
 
     def start(self) -> None:
         """Serve calls, and follow the directory, from now on."""
@@ -376,18 +376,21 @@ class Agent:
         Members that learn that this worker has left fail their calls to it.
         """
         deadline = Deadline(REPLY_SECONDS)
-        while self._slots.free < self._slots.limit and not deadline.expired:
+        while self.slots.free < self.slots.limit and not deadline.expired:
             time.sleep(DRAIN_POLL_SECONDS)
         self._transport.flush_replies(deadline.within(REPLY_SECONDS))
 
     # -- inspection ---------------------------------------------------------------------------
 
-    def inspect(self, what: bytes, timeout: float) -> list[tuple[Member, bytes | Exception]]:
-        """Ask all members for a report.
+    def inspect(
+        self, what: bytes, timeout: float, members: Sequence[Member] | None = None
+    ) -> list[tuple[Member, bytes | Exception]]:
+        """Ask members for a report.
 
         Args:
             what: see ``Callee.inspect``.
             timeout: in seconds.
+            members: whom; None: all.
 
         Returns:
             By member, the report, or why there is none (TimeoutError, CallError).
@@ -402,7 +405,7 @@ class Agent:
                     member, Frame(Kind.INSPECT, session, me, self.caller.new_id(), data=what)
                 ),
             )
-            for member in self.members()
+            for member in (self.members() if members is None else members)
         ]
         answers: list[tuple[Member, bytes | Exception]] = []
         for member, pending in asked:
@@ -418,9 +421,9 @@ class Agent:
     def get_debug_info(self) -> dict[str, str]:
         """Return torch's counters of an agent."""
         counts = {
-            "agent.num_pending_requests": self._slots.waiting,
-            "agent.thread_pool_size": self._slots.limit,
-            "agent.num_idle_threads": self._slots.free,
+            "agent.num_pending_requests": self.slots.waiting,
+            "agent.thread_pool_size": self.slots.limit,
+            "agent.num_idle_threads": self.slots.free,
             "agent.client_active_calls": self.caller.active,
             "agent.server_active_calls": self.callee.active,
             "agent.server_active_async_calls": 0,

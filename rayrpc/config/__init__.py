@@ -163,6 +163,13 @@ class Settings:
     rpc_timeout: float = key(
         60.0, SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float
     )
+    slow_call: float = key(
+        30.0,
+        SECONDS,
+        "Seconds after which a call that waits for its reply is logged, once, with where it "
+        "stands; 0: never.",
+        float,
+    )
     num_worker_threads: int = key(
         16, COUNT, "Threads with which a worker runs the calls it receives.", int
     )

@@ -178,7 +178,7 @@ def test_an_error_that_cannot_be_printed_still_ends_the_call(a, start, way):
     else:
         get = a.future(b, fail_unprintably, timeout=WAIT).wait
     if way == "busy":
-        assert eventually(lambda: b.agent._slots.waiting == 1)
+        assert eventually(lambda: b.agent.slots.waiting == 1)
     event("x").set()
     with pytest.raises(Exception) as caught:
         get()

@@ -168,9 +168,9 @@ def test_every_way_to_call_ends_with_an_error(group, call):
         ):
             assert_ends_with_an_error(get)
         busy = a.future(b, wait_at_gate)
-        assert eventually(lambda: b.agent._slots.free == 0)
+        assert eventually(lambda: b.agent.slots.free == 0)
         waits = a.future(b, func, *args)  # for the one slot
-        assert eventually(lambda: b.agent._slots.waiting == 1)
+        assert eventually(lambda: b.agent.slots.waiting == 1)
         _gate.set()
         assert_ends_with_an_error(waits.wait)
         busy.wait()
