@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rayrpc._observe.stacks import place_of
 from rayrpc._observe.waits import Step, Waits
 
 __all__ = ["GroupStatus", "Joining", "Silent"]
@@ -252,13 +253,11 @@ def _chain_text(chain: Sequence[Step]) -> str:
     for step in chain:
         how = "" if step.state == "running" else f", {step.state}"
         text += f" waits for {step.to} ({step.function}, {_duration(step.seconds)}{how}), which"
-    last = chain[-1]
-    if last.stack:
-        frame = last.stack[-1]
-        if last.state != "running":
-            text = text.removesuffix(", which") + ", behind a call that"
-        return f"{text} is at {frame['file']}:{frame['line']} in {frame['function']}"
-    return text.removesuffix(", which")
+    last, text = chain[-1], text.removesuffix(", which")
+    if place := place_of(last.stack):
+        how = ", which is at" if last.state == "running" else ", behind a call that is at"
+        text += f"{how} {place}"
+    return text
 
 
 def _circle_text(circle: Sequence[str]) -> str:

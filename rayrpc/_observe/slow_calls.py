@@ -11,6 +11,7 @@ from typing import Any
 from rayrpc._concurrency.threads import SingleThread
 from rayrpc._concurrency.waiting import Event
 from rayrpc._observe.report import name_of_request
+from rayrpc._observe.stacks import place_of
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.open_call import Request
 
@@ -149,8 +150,5 @@ def _where(report: Mapping[str, Any] | None, call: Mapping[str, Any] | None) -> 
     if call["state"] == "waiting":
         return "the value is not there yet: a Future or a coroutine is not done"
     threads = {thread["ident"]: thread for thread in report["threads"]}
-    stack = threads.get(call["thread"], {}).get("stack")
-    if not stack:
-        return "it runs there"
-    frame = stack[-1]
-    return f"it is at {frame['file']}:{frame['line']}, in {frame['function']}"
+    place = place_of(threads.get(call["thread"], {}).get("stack", ()))
+    return f"it is at {place}" if place else "it runs there"

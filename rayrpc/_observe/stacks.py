@@ -7,11 +7,12 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["dumped_stacks", "python_stacks", "users_stack"]
+__all__ = ["dumped_stacks", "place_of", "python_stacks", "users_stack"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -26,15 +27,32 @@ def users_stack(frame: FrameType) -> list[dict[str, Any]]:
         frame: the innermost one of the thread.
 
     Returns:
-        By frame, the innermost last: ``file``, ``line``, ``function`` and ``text``, the source.
-        Empty if no function of a user runs.
+        By frame, the innermost last: ``file``, ``line``, ``function``, ``text`` (the source), and
+        ``users``: whether it is a user's, and not the standard library's.  Empty if no function of
+        a user runs.
     """
     stack = _from_users(traceback.extract_stack(frame))
     return [
-        {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line}
+        {
+            "file": each.filename,
+            "line": each.lineno,
+            "function": each.name,
+            "text": each.line,
+            "users": _is_users(each.filename),
+        }
         for each in stack
         if not each.filename.startswith(_PACKAGE)
     ]
+
+
+def place_of(stack: Sequence[Mapping[str, Any]]) -> str:
+    """Return the innermost place in a user's code, as text; empty: there is none.
+
+    Args:
+        stack: see ``users_stack``.
+    """
+    frame = next((each for each in reversed(stack) if each["users"]), None)
+    return f"{frame['file']}:{frame['line']}, in {frame['function']}" if frame is not None else ""
 
 
 def python_stacks(name: str, main: int) -> str:

@@ -14,6 +14,7 @@ from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import all_gather
 from rayrpc._runtime.all_gather import Calls, gather
 from rayrpc._runtime.rrefs.handle import RRef
+from rayrpc._runtime.served_call import ServedCall
 from rayrpc._transports.memory import MemoryHub
 from rayrpc.futures import wait_all
 from rayrpc.jit import Await
@@ -77,8 +78,8 @@ def test_a_search_for_a_member_that_is_not_known_yet(worker):
 
 
 def test_a_drain_and_a_barrier_of_the_directory(worker):
-    calls = worker.agent.callee._active_of
-    calls[worker.member.id] = 1  # one is under way
+    calls = worker.agent.callee._calls
+    calls[ServedCall(worker.member.id, 1)] = None  # one is under way
     assert releases(lambda: worker.agent.drain(WAIT), calls.clear)
     other = MemoryWorker(worker.transport._hub, "b")
     assert releases(lambda: worker.agent.join(timeout=WAIT), other.agent.join)

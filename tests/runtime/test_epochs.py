@@ -45,8 +45,8 @@ def applied(worker, monkeypatch):
 
 
 def test_calls_are_numbered_anew_by_each_holder_of_an_id(former, successor):
-    assert former.agent.caller._call_ids() >> EPOCH_BITS == 0
-    assert successor.agent.caller._call_ids() >> EPOCH_BITS == 1
+    assert former.agent.caller.new_id() >> EPOCH_BITS == 0
+    assert successor.agent.caller.new_id() >> EPOCH_BITS == 1
     assert successor.sync("a", max, 1, 2) == 2
 
 
