@@ -91,7 +91,7 @@ class Inspector:
         }
         waiting, opened = agent.caller.under_way()
         requests = [*waiting, *(call.request for call in opened)]
-        counts = agent.rrefs.debug_info()
+        owned, held = agent.rrefs.counts()
         slots = agent.slots
         return {
             "name": agent.member.name,
@@ -109,10 +109,7 @@ class Inspector:
             },
             "sent": agent.caller.sent,
             "served": agent.callee.served,
-            "rrefs": {
-                "owned": int(counts["num_owner_rrefs"]),
-                "held": int(counts["num_user_rrefs"]),
-            },
+            "rrefs": {"owned": owned, "held": held},
             "calls": [self._sent(request, now) for request in requests],
             "serving": [self._served(call, served, now) for call in served],
             "threads": list(_threads(waits, serves, with_stacks)),

@@ -356,7 +356,6 @@ class RRefTable:
         """Return torch's counters (``_rref_context_get_debug_info``)."""
         counts = {
             "num_owner_rrefs": len(self.owned),
-            "num_user_rrefs": len(self.used),  # rayrpc's own
             "num_pending_futures": len(self._children),
             "num_pending_users": sum(e.state is UserState.PENDING for e in self.used.values()),
             "num_forks": sum(len(o.forks) for o in self.owned.values()),

@@ -217,6 +217,16 @@ def bounces(way, depth):
     return 1 + one.sync(other, int, 1) if depth else 0
 
 
+def test_rrefs_are_counted_where_they_are_owned_and_held(group):
+    a, b = group("a", "b")
+    handles = [a.remote(b, len, "abc") for _ in range(3)]
+    assert eventually(lambda: states(a) == [])
+    counts = [worker["rrefs"] for worker in status(a).workers]
+    assert counts == [{"owned": 0, "held": 3}, {"owned": 3, "held": 0}]
+    del handles
+    assert eventually(lambda: status(a).workers[1]["rrefs"]["owned"] == 0)
+
+
 def test_a_worker_that_does_not_answer_in_time_is_told_apart(group):
     a, b = group("a", "b")
 

@@ -109,7 +109,7 @@ class RRefContext:
         make_handle: MakeHandle,
         send_control: Callable[[int], None],
     ) -> None:
-        self._ids = ids
+        self.new_id = ids.new  # for the RRefs and forks that this worker makes
         self._make_handle = make_handle
         self._send_control = send_control
         self._table = RRefTable(me, ids.new, Cell)
@@ -123,10 +123,6 @@ class RRefContext:
         threading.Thread(target=self._run_tasks, name="rayrpc-rrefs", daemon=True).start()
 
     # -- creation -----------------------------------------------------------------------------
-
-    def new_id(self) -> GloballyUniqueId:
-        """Return an identity for an RRef or a fork that this worker makes."""
-        return self._ids.new()
 
     def announce(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> Handle:
         """Return the handle of an RRef that ``owner`` will create; see ``cancel``.
@@ -396,6 +392,10 @@ class RRefContext:
             for fork_id, entry in self._table.used.items()
         }
         return owned | used
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many RRefs this worker owns, and how many forks it holds."""
+        return len(self._table.owned), len(self._table.used)
 
     def debug_info(self) -> dict[str, str]:
         """Return torch's counters."""
