@@ -5,7 +5,7 @@ later, in any form, get rayrpc; ``uninstall()`` restores them.  ``TABLE`` lists 
 by what.  Where torch has no RPC at all, the modules are made.
 
 Not emulated: the native operators behind TorchScript functions that themselves call RPC (their
-Python originals run instead), and profiling of remote operators.
+Python originals run instead).
 """
 
 from __future__ import annotations
@@ -96,6 +96,16 @@ TABLE: list[tuple[str, str, str, str | None]] = [
     (RPC, "TensorPipeAgent", "rayrpc._runtime.agent", "Agent"),
     (RPC, "_cleanup_python_rpc_handler", "rayrpc.api", "_cleanup_python_rpc_handler"),
     (RPC, "enable_gil_profiling", "rayrpc.api", "enable_gil_profiling"),
+    *[
+        (
+            module,
+            f"_{step}_server_process_global_profiler",
+            "rayrpc._observe.server_profile",
+            f"_{step}_server_process_global_profiler",
+        )
+        for module in (RPC, NATIVE, f"{RPC}.server_process_global_profiler")
+        for step in ("enable", "disable")
+    ],
     # the native classes, which programs ask isinstance with, and getters
     *[
         (NATIVE, name, "rayrpc.api", name)

@@ -2,7 +2,8 @@
 
 A caller sends the options of its profile along; the callee records what it does for the call with
 a profile of its own, and replies with the events (``legacy_profile``).  Torch's newer profiler,
-Kineto, records no events of calls; neither does this.
+Kineto, has no events of calls, and can have none: it writes the end of an event that outlives its
+profile, as that of a call may, into memory that it has freed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
+from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
 from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
@@ -82,6 +83,7 @@ class Agent:
         self._snapshot = snapshot
         self._closed = False
         self._joins = 0
+        self._gil_waits: GilWaits | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
         # one thread completes Futures, more only when a callback blocks
@@ -428,7 +430,19 @@ class Agent:
             "agent.server_active_calls": self.callee.active,
             "agent.server_active_async_calls": 0,
         }
-        return {key: str(count) for key, count in counts.items()}
+        info = {key: str(count) for key, count in counts.items()}
+        if self._gil_waits is not None:
+            info["agent.gil_average_wait_time_us"] = str(self._gil_waits.average_us)
+        return info
+
+    def _enable_gil_profiling(self, flag: bool) -> None:
+        around = self.callee.around
+        if self._gil_waits is not None:
+            around.remove(self._gil_waits.measured)
+            self._gil_waits = None
+        if flag:
+            self._gil_waits = GilWaits()
+            around.append(self._gil_waits.measured)
 
     def get_metrics(self) -> dict[str, str]:
         """Return counters as text; the same as ``get_debug_info``."""

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from time import perf_counter
+from time import monotonic, perf_counter
 from types import BuiltinFunctionType, CoroutineType
 from typing import Any
 
@@ -58,6 +58,8 @@ class Callee:
         self.served = 0
         #: answers INSPECT frames, given their data
         self.inspect: Callable[[bytes], bytes] = bytes
+        #: make the contexts in which users' functions run
+        self.around: list[Callable[[], AbstractContextManager[Any]]] = []
         #: called when a function has ended, before its caller learns that
         self.before_reply: Callable[[], None] | None = None
 
@@ -148,6 +150,7 @@ class Callee:
 
     def _run(self, frame: Frame, entry: ServedCall) -> Frame | Deferred:
         call: IncomingCall | None = None
+        taken = monotonic() if frame.meta else 0.0
         try:
             decode = self._worker.codec.decode
             invocation = Invocation(*decode(frame.data, frame.buffers, frame.forks))
@@ -163,11 +166,12 @@ class Callee:
             start = perf_counter()
             if frame.meta:
                 call = IncomingCall(frame.src, invocation, frame.meta)
+                call.arrived, call.taken = entry.since, taken
                 with self._hooked(call, "before_run"):
-                    value = _invoke(invocation, frame.is_async)
+                    value = self._invoke(invocation, frame.is_async)
                 call.invocation = None
             else:
-                value = _invoke(invocation, frame.is_async)
+                value = self._invoke(invocation, frame.is_async)
             del invocation  # its arguments may be needed no longer
             seconds = perf_counter() - start
             entry.thread = 0
@@ -183,6 +187,12 @@ class Callee:
         if not frame.is_async:
             return self._reply(frame, entry, Value(value), call)
         return self._reply_when_done(frame, entry, value, call)
+
+    def _invoke(self, invocation: Invocation, is_async: bool) -> Any:
+        if not self.around:
+            return _invoke(invocation, is_async)
+        with all_of([enter() for enter in list(self.around)]):
+            return _invoke(invocation, is_async)
 
     def _reply_when_done(
         self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.messages import Payload
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import WorkerDiedError
 
@@ -38,6 +39,7 @@ class OutgoingCall:
         invocation (Invocation): what to run.
         meta (dict): entries that hooks send with the request, by hook name.
         notes (dict): state of the hooks until ``on_result``, by hook name.
+        payload (Payload | None): the encoded invocation, during ``after_encode``.
     """
 
     mode: str
@@ -46,6 +48,7 @@ class OutgoingCall:
     invocation: Invocation
     meta: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    payload: Payload | None = None
 
 
 @dataclass(slots=True)
@@ -58,6 +61,8 @@ class IncomingCall:
         meta (dict): entries of the caller's hooks.
         reply_meta (dict): entries that hooks send with the reply, by hook name.
         notes (dict): state of the hooks until the reply is sent, by hook name.
+        arrived (float), taken (float): ``time.monotonic()`` when it was received, and when a thread
+            took it; 0: not known.
     """
 
     src: int
@@ -65,6 +70,8 @@ class IncomingCall:
     meta: dict[str, Any]
     reply_meta: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    arrived: float = 0.0
+    taken: float = 0.0
 
 
 class Hook:

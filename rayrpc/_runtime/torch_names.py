@@ -23,7 +23,19 @@ __all__ = [
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Do nothing: rayrpc does not measure how long its threads wait for Python's lock."""
+    """Measure how long the threads that serve calls wait for Python's lock, from now on, or not.
+
+    The average is ``agent.gil_average_wait_time_us`` in the agent's ``get_debug_info()``.
+
+    Args:
+        flag (bool): measure; the sums begin anew.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Source: ``torch.distributed.rpc.enable_gil_profiling``.
+    """
+    current.get_agent()._enable_gil_profiling(flag)
 
 
 def _cleanup_python_rpc_handler() -> None:
