@@ -16,7 +16,6 @@ import functools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from torch.futures import Future, collect_all
@@ -25,7 +24,7 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event
 
-__all__ = ["Future", "as_completed", "awaited_by", "collect_all", "wait_all"]
+__all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
 
 T = TypeVar("T")
@@ -188,17 +187,3 @@ def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return wait(self)
 
     return wait_until_done
-
-
-def awaited_by(frame: FrameType) -> list[Any]:
-    """Return the Futures that a function on a thread's stack waits for.
-
-    Args:
-        frame: of the function; others than those of this module wait for none.
-    """
-    code = frame.f_code
-    if code is wait_all.__code__:
-        return [each for each in frame.f_locals["futures"] if not each.done()]
-    if code is getattr(_AnyFuture.wait, "__code__", None):
-        return [frame.f_locals["self"]]
-    return []

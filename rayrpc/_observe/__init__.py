@@ -4,6 +4,9 @@ By hooks on the path of calls; no other code asks whether they are on:
 
 - ``profiler``: ``ProfilerHook``, calls as events of torch's legacy autograd profiler.
 - ``legacy_profile``: what callees do, in the profiles of that.
+- ``server_profile``: a profile of all calls that a worker serves.
+- ``trace``: when each call is made, received, run and answered, while ``rpc.profile`` records.
+- ``trace_file``: one picture of what all workers have recorded (pure).
 
 By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc stack``):
 
@@ -14,6 +17,6 @@ By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc sta
 - ``slow_calls``: logs calls that wait for long, with what the callee reports of them.
 
 Invariants: a call that nothing observes pays for one look at the hook, ``Hook.wants``.  A report
-takes no slot, so that it comes also where all are taken.  ``stacks``, ``waits`` and
-``group_status`` load no torch.
+takes no slot, so that it comes also where all are taken.  ``stacks``, ``waits``,
+``group_status`` and ``trace_file`` load no torch.
 """

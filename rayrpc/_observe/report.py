@@ -18,14 +18,21 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch.futures import Future
+
+from rayrpc._concurrency.latency_profile import LatencyProfile
 from rayrpc._observe.stacks import users_stack
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.open_call import OpenCall, Request
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.served_call import ServedCall
-from rayrpc.futures import awaited_by
+from rayrpc.futures import wait_all
 
-__all__ = ["Inspector", "function_name", "name_of_request"]
+__all__ = ["Inspector", "function_name", "name_of", "name_of_request"]
+
+# torch's scripted functions return Futures of the class below torch.futures.Future
+_AnyFuture: Any = Future.__mro__[1]
 
 # What a fetch is called.
 _TO_HERE = "RRef.to_here"
@@ -42,8 +49,16 @@ def function_name(func: object) -> str:
     if isinstance(func, functools.partial):
         return function_name(func.func)
     name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    name = name.removeprefix("_VariableFunctionsClass.")  # torch.add and its like
     module = getattr(func, "__module__", None) or ""
     return name if module in ("", "__main__", "__mp_main__", "builtins") else f"{module}.{name}"
+
+
+def name_of(invocation: Invocation) -> str:
+    """Return the name of what an invocation runs; of an RRef's proxy, that of the method."""
+    func, args, _ = invocation
+    key = LatencyProfile.key(func, args)
+    return function_name(key[1] if isinstance(key, tuple) else func)
 
 
 def name_of_request(request: Request) -> str:
@@ -179,7 +194,7 @@ def _awaited(
         futures, cells: calls by the ``id`` of their Future or cell.
     """
     while frame is not None:
-        for future in awaited_by(frame):
+        for future in _awaited_futures(frame):
             if (call := futures.get(id(future))) is not None:
                 yield f"{me}:{call.request.id}"
         if frame.f_code is Cell.wait.__code__:
@@ -187,6 +202,16 @@ def _awaited(
             if (served := cells.get(id(cell))) is not None:
                 yield f"{served.src}:{served.id}"
         frame = frame.f_back
+
+
+def _awaited_futures(frame: FrameType) -> list[Any]:
+    """Return the Futures that a function on a thread's stack waits for."""
+    code = frame.f_code
+    if code is wait_all.__code__:
+        return [each for each in frame.f_locals["futures"] if not each.done()]
+    if code is getattr(_AnyFuture.wait, "__code__", None):  # of ``extend_futures``
+        return [frame.f_locals["self"]]
+    return []
 
 
 def _threads(

@@ -110,23 +110,31 @@ class Waits:
     # -- threads ------------------------------------------------------------------------------
 
     def chains(self) -> list[list[Step]]:
-        """Return what each thread that serves no call waits for, step by step, the longest first.
+        """Return what threads wait for, step by step; the longest wait first.
 
-        A chain ends where a worker runs a function, or does not wait for a call, or at a worker and
-        thread that are in it already.
+        A chain begins at a thread that nothing waits for, if there is one.  It ends where a worker
+        runs a function, or does not wait for a call, or at a thread that is in it already.
         """
-        found = [
-            chain
-            for (worker, ident), thread in self._threads.items()
-            if not thread["serves"] and (chain := self._chain(worker, ident))
-        ]
+        waited = {key for thread in self._threads.values() for key in thread["waits_for"]}
+
+        def rank(where: tuple[str, int]) -> int:
+            serves = self._threads[where]["serves"]
+            return 0 if not serves else 2 if serves in waited else 1
+
+        seen: set[tuple[str, int]] = set()  # in a chain, but not as its begin
+        found = []
+        for where in sorted(self._threads, key=rank):
+            if where not in seen and (chain := self._chain(*where, seen)):
+                found.append(chain)
         return sorted(found, key=lambda chain: -chain[0].seconds)
 
-    def _chain(self, worker: str, ident: int) -> list[Step]:
+    def _chain(self, worker: str, ident: int, seen: set[tuple[str, int]]) -> list[Step]:
         chain: list[Step] = []
-        seen: set[tuple[str, int]] = set()
-        while (worker, ident) not in seen:
-            seen.add((worker, ident))
+        here: set[tuple[str, int]] = set()
+        while (worker, ident) not in here:
+            here.add((worker, ident))
+            if len(here) > 1:
+                seen.add((worker, ident))
             thread = self._threads.get((worker, ident))
             if thread is None or not thread["waits_for"]:
                 break

@@ -324,6 +324,6 @@ def flat(buffer: Any) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
-def size_of(frame: Frame) -> int:
-    """Return the bytes of a frame's buffers in all."""
+def size_of(frame: Frame | Payload) -> int:
+    """Return the bytes of the buffers of a frame or payload in all."""
     return sum(flat(buffer).nbytes for buffer in frame.buffers)

@@ -24,7 +24,7 @@ from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.call_errors import shut_down, timed_out
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
-from rayrpc._runtime.invocation import Invocation, is_prompt
+from rayrpc._runtime.invocation import NOTHING, Invocation, is_prompt
 from rayrpc._runtime.open_call import OpenCall, Request, Send
 from rayrpc._runtime.rrefs.context import Handle
 from rayrpc._runtime.serialization.devices import refuse
@@ -40,8 +40,6 @@ __all__ = ["Caller"]
 POLL_SECONDS = 0.5
 # Polls after the loss of a peer in which a reply that arrived before may be read.
 LOSS_POLLS = 2
-
-NOTHING = Invocation(lambda: None)  # what a fetch runs
 
 
 class Caller:
@@ -132,7 +130,8 @@ class Caller:
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
+            meta = _meta(call, hooks, payload)
+            frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
         return Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func), frame
 
     @guarded(InterruptingCalls.make)
@@ -145,14 +144,14 @@ class Caller:
             future: Any = Future()
             payload = self._encode(to, invocation)
             frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
-            func = invocation.func
-            request = Request(to, frame.call_id, timeout, payload.lent, func=func)
+            request = Request(to, frame.call_id, timeout, payload.lent, func=invocation.func)
             self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
-            frame = self._frame(Kind.CALL, to, payload, _meta(call, hooks), call.invocation.func)
+            meta = _meta(call, hooks, payload)
+            frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
             request = Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func)
@@ -172,7 +171,7 @@ class Caller:
             rref_id, fork_id = self._rrefs.new_id(), self._rrefs.new_id()
             try:
                 rref = self._rrefs.announce(rref_id, fork_id, to.id)
-                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks), func)
+                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks, payload), func)
                 frame.rref_id, frame.fork_id = rref_id, fork_id
                 creation = rref._begin_creation()
                 for hook in hooks:
@@ -467,8 +466,10 @@ class Caller:
             self._rrefs.on_control(to.id, reply.ack, reply.control)
 
 
-def _meta(call: OutgoingCall, hooks: list[Hook]) -> dict[str, Any] | None:
+def _meta(call: OutgoingCall, hooks: list[Hook], payload: Payload = EMPTY) -> dict[str, Any] | None:
     """Return what the hooks send with an encoded call."""
+    call.payload = payload
     for hook in hooks:
         hook.after_encode(call)
+    call.payload = None  # its buffers may be large
     return call.meta or None

@@ -15,6 +15,7 @@ __all__ = [
     "Function",
     "Invocation",
     "Kwargs",
+    "NOTHING",
     "To",
     "is_prompt",
     "prompt",
@@ -63,3 +64,7 @@ def prompt(func: F) -> F:
 def is_prompt(func: object) -> bool:
     """Tell whether calls of a function run at once."""
     return getattr(func, "_rayrpc_is_prompt", None) is True
+
+
+#: what a fetch runs
+NOTHING = Invocation(lambda: None)

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from conftest import eventually
 from memory_workers import memory_group
 from torch.futures import Future
@@ -254,5 +255,5 @@ def test_functions_are_named_as_users_write_them():
     assert function_name(Model().forward) == f"{__name__}.Model.forward"
     assert function_name(functools.partial(json.dumps, 1)) == "json.dumps"
     assert function_name(len) == "len" and function_name("run_episode") == "run_episode"
-    assert function_name(None) == ""
+    assert function_name(None) == "" and function_name(torch.mm) == "torch.mm"
     assert function_name(Model) == f"{__name__}.Model"

@@ -88,6 +88,27 @@ def test_a_chain_ends_where_a_worker_runs_a_function():
     assert group.waits().deadlocks() == [] and group.waits().circles(1.0) == []
 
 
+def test_a_chain_begins_at_a_call_that_no_thread_waits_for():
+    group = Group("a", "b", "c")
+    first = group.call("a", "b", "started")  # by rpc_async
+    second, third = group.call("b", "c", "middle"), group.call("c", "a", "last")
+    group.runs("c", second, [third])
+    group.runs("b", first, [second])
+    group.runs("a", third)
+    (chain,) = group.waits().chains()
+    assert [step.worker for step in chain] == ["b", "c"]
+
+
+def test_a_circle_of_such_calls_is_one_chain():
+    group = Group("a", "b")
+    one, other = group.call("a", "b"), group.call("b", "a")
+    group.runs("b", one, [other])
+    group.runs("a", other, [one])
+    (chain,) = group.waits().chains()
+    assert [step.worker for step in chain] in (["a", "b"], ["b", "a"])
+    assert group.waits().deadlocks() == [["a", "b"]]
+
+
 def test_calls_are_listed_with_their_states_the_oldest_first():
     group = Group("a", "b")
     queued = group.call("a", "b", "queued", 1.0)

@@ -52,7 +52,7 @@ def test_calls_are_numbered_anew_by_each_holder_of_an_id(former, successor):
 
 @pytest.mark.parametrize("kind", [Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.CONTROL])
 def test_a_late_call_of_the_former_one_is_refused(a, former, successor, monkeypatch, kind):
-    rref_id, fork_id = former.agent.rrefs._ids.new(), former.agent.rrefs._ids.new()
+    rref_id, fork_id = former.agent.rrefs.new_id(), former.agent.rrefs.new_id()
     messages = applied(a, monkeypatch)
     session = a.agent._snapshot.session
     table = a.table

@@ -202,7 +202,7 @@ MALFORMED = {
     "shared memory without buffers": prefix(N + 8, N, SHARED) + bytes(8) + HEAD,
     "shared buffers that are also there": prefix(N + 17, N, SHARED | 1) + bytes(16) + HEAD + b"x",
     "a frame of another call": prefix(N, N, 0, number=8) + HEAD,
-    "a frame of an unknown kind": prefix(N, N, 0) + b"\x06" + HEAD[1:],
+    "a frame of an unknown kind": prefix(N, N, 0) + bytes([len(Kind)]) + HEAD[1:],
     "unknown flags": prefix(N, N, 0) + HEAD[:1] + b"\x10" + HEAD[2:],
     "a frame without its RRef": prefix(N, N, 0) + bytes([Kind.FETCH]) + HEAD[1:],
     "identities that are cut": prefix(40, 40, 0) + FRAMES[2].pack()[:40],

@@ -1,0 +1,176 @@
+"""Record when each call of this worker is made, sent, received, run and answered.
+
+The hook is among the agent's hooks only while a trace is recorded: a call that is not recorded pays
+nothing.  ``trace_file`` makes one picture of what all workers have recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from rayrpc._observe.report import name_of
+from rayrpc._observe.trace_file import Made, Part, Served
+from rayrpc._protocol.messages import size_of
+from rayrpc._runtime import current
+from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
+from rayrpc._runtime.invocation import prompt
+
+__all__ = ["TraceHook", "clock", "start", "stop"]
+
+# Of the calls that a worker makes, and of those that it serves; later ones are counted.
+MOST_CALLS = 500_000
+
+
+class TraceHook(Hook):
+    """Record the calls of a worker.
+
+    Args:
+        name (str), node (str), id (int): of the worker.
+    """
+
+    name = "trace"
+
+    def __init__(self, name: str, node: str, id: int) -> None:
+        self.part = Part(name, node, id, os.getpid())
+        self._next_number = itertools.count(1).__next__
+
+    def snapshot(self) -> Part:
+        """Return what was recorded so far; calls under way may add to the hook's own."""
+        part = self.part
+        return dataclasses.replace(
+            part, made=list(part.made), served=list(part.served), threads=dict(part.threads)
+        )
+
+    def _thread(self) -> int:
+        ident = threading.get_ident()
+        self.part.threads[ident] = threading.current_thread().name
+        return ident
+
+    def _add(self, records: list[Any], record: Any) -> None:
+        if len(records) < MOST_CALLS:
+            records.append(record)
+        else:
+            self.part.dropped += 1
+
+    # -- at the caller ------------------------------------------------------------------------
+
+    def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        made = Made(
+            number=self._next_number(),
+            mode=call.mode,
+            function="RRef.to_here" if call.mode == "fetch" else name_of(call.invocation),
+            to=call.to.id,
+            thread=self._thread(),
+            began=time.monotonic(),
+        )
+        call.notes[self.name] = made
+        self._add(self.part.made, made)
+        return contextlib.nullcontext()
+
+    def after_encode(self, call: OutgoingCall) -> None:
+        made: Made = call.notes[self.name]
+        made.encoded = time.monotonic()
+        if call.payload is not None:
+            made.bytes = len(call.payload.data) + size_of(call.payload)
+        call.meta[self.name] = made.number
+
+    def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
+        made: Made | None = call.notes.get(self.name)
+        if made is not None:
+            made.end_thread = self._thread()
+            made.ended = time.monotonic()
+        return value
+
+    # -- at the callee ------------------------------------------------------------------------
+
+    def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        now = time.monotonic()
+        is_fetch = call.invocation is None
+        served = Served(
+            caller=call.src,
+            number=call.meta[self.name],
+            function="RRef.to_here" if call.invocation is None else name_of(call.invocation),
+            arrived=call.arrived or now,
+            taken=call.taken or now,
+        )
+        call.notes[self.name] = served
+        self._add(self.part.served, served)
+        return contextlib.nullcontext() if is_fetch else self._run(served)
+
+    def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        served: Served | None = call.notes.get(self.name)
+        return contextlib.nullcontext() if served is None else self._run(served)
+
+    @contextlib.contextmanager
+    def _run(self, served: Served) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            served.runs.append((self._thread(), began, time.monotonic()))
+
+    def before_reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        served: Served | None = call.notes.get(self.name)
+        return contextlib.nullcontext() if served is None else self._encode(served)
+
+    @contextlib.contextmanager
+    def _encode(self, served: Served) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        served.encoding = self._thread(), began, time.monotonic()
+
+    def after_encode_reply(self, call: IncomingCall) -> None:
+        call.reply_meta[self.name] = None  # for ``on_result``
+
+    after_kept = after_encode_reply
+
+
+# -- run on each worker, by a call --------------------------------------------------------------
+
+
+def _hook() -> TraceHook | None:
+    hooks = current.get_agent().hooks
+    return next((hook for hook in hooks if isinstance(hook, TraceHook)), None)
+
+
+@prompt
+def start() -> None:
+    """Begin to record on this worker.
+
+    Raises:
+        RuntimeError: a trace is being recorded.
+    """
+    if _hook() is not None:
+        raise RuntimeError(
+            f"RPC worker {current.get_agent().info.name!r} is being traced: one trace at a time"
+        )
+    member = current.get_agent().member
+    current.get_agent().hooks.append(TraceHook(member.name, member.node, member.id))
+
+
+@prompt
+def stop() -> Part | None:
+    """End it; return what was recorded, None if nothing was."""
+    hook = _hook()
+    if hook is None:
+        return None
+    current.get_agent().hooks.remove(hook)
+    return hook.snapshot()
+
+
+@prompt
+def clock() -> tuple[str, float]:
+    """Return the identity of this host's clock, and its time in seconds."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip(), time.monotonic()
+    except OSError:  # no Linux: each process for itself
+        return f"{os.uname().nodename}-{os.getpid()}", time.monotonic()
