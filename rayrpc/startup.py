@@ -11,6 +11,7 @@ import torch
 
 from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
+from rayrpc._observe.call_log import CallLog
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.slow_calls import SlowCalls
@@ -180,6 +181,8 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
     )
     contexts.attach(agent)
+    if settings.log_level == "DEBUG":
+        agent.hooks.append(CallLog(agent))
     agent.callee.inspect = Inspector(agent, transport.is_hosted).answer
     if settings.slow_call:
         slow_calls = SlowCalls(agent, settings.slow_call)

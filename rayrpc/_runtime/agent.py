@@ -111,6 +111,7 @@ class Agent:
 
     def start(self) -> None:
         """Serve calls, and follow the directory, from now on."""
+        logger.debug("%s has joined group %s, with id %d", self.info.name, self.key, self.info.id)
         self._threads.start()
         self.caller.start_threads()
         self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
@@ -223,6 +224,13 @@ class Agent:
             self.rrefs.on_peer_lost(member.id)
         self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
+        logger.debug(
+            "%s: %s has joined (node %s, pid %s)",
+            self.info.name,
+            member.name,
+            member.node,
+            member.pid,
+        )
 
     def _on_left(self, member: Member) -> None:
         self.rrefs.on_peer_lost(member.id)
@@ -255,6 +263,8 @@ class Agent:
         self._members.remove(member, error)
         if change.kind == "died":
             logger.info("%s", error)
+        else:
+            logger.debug("%s: %s has left", self.info.name, member.name)
         self._transport.on_peer_lost(member, error)
         self.caller.on_peer_lost(member, error)
         if self._members.find(member.id) is None:  # no successor has its id

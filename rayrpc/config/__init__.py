@@ -233,6 +233,12 @@ class Settings:
         choice("DEBUG", "INFO", "WARNING", "ERROR"),
         "Least severe of rayrpc's messages to log: `DEBUG`, `INFO`, `WARNING` or `ERROR`.",
     )
+    full_traceback: bool = key(
+        False,
+        FLAG,
+        "Whether the tracebacks of errors on other workers show rayrpc's own frames, too.",
+        _flag_word,
+    )
     log_to_terminal: bool = key(
         True, FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
     )

@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from rayrpc import config
 from rayrpc._concurrency.outcome import text_of
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc.errors import RpcError
 
 __all__ = ["RemoteException", "describe", "rebuild"]
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 class RemoteException(NamedTuple):
@@ -53,7 +58,8 @@ def describe(
 ) -> RemoteException:
     """Describe an error that a function raised on ``worker``.
 
-    The text is also printed to this worker's stderr.
+    The text is also printed to this worker's stderr.  Frames of this package are left out; see
+    ``_folded``.
 
     Args:
         error: the exception.
@@ -62,7 +68,7 @@ def describe(
     """
     # the error's class may raise anything, SystemExit included, which must not hide the error
     try:
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        trace = "".join(_folded(error).format())
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
     text = f"On {worker}:\n{text_of(error, repr)}\n{trace}"
@@ -79,6 +85,25 @@ def describe(
     except BaseException:
         type_data = b""
     return RemoteException(text, type_data, kind.__qualname__, state)
+
+
+def _folded(error: BaseException) -> traceback.TracebackException:
+    """Return an error's traceback, and those of its causes, without this package's frames.
+
+    They stay where there are no others, and with the setting ``full_traceback``.
+    """
+    trace = traceback.TracebackException(type(error), error, error.__traceback__)
+    if config.settings().full_traceback:
+        return trace
+    left = [trace]
+    while left:
+        each = left.pop()
+        users = [frame for frame in each.stack if not frame.filename.startswith(_PACKAGE)]
+        if users:
+            each.stack = traceback.StackSummary.from_list(users)
+        parts = (each.__cause__, each.__context__, *(getattr(each, "exceptions", None) or ()))
+        left += [part for part in parts if part is not None]
+    return trace
 
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}

@@ -336,13 +336,17 @@ class DirectTransport(Transport):
             AuthenticationError: the callee is not the peer.
         """
         to: DirectAddress = peer.address
+        is_near = self._is_near(to)
         connection = dial(
             to,
-            self._is_near(to),
+            is_near,
             lambda: ClientHandshake(self._secret, self._token, peer.token, is_bulk, pair),
             self._tls,
         )
         self._silence.add(connection)
+        how = "a UNIX socket" if is_near else f"TCP to {to.host}:{to.port}"
+        what = "large messages" if is_bulk else "calls"
+        logger.debug("connected to %s for %s by %s", peer.name, what, how)
         return connection
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:

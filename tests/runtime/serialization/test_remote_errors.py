@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import targets
 
+from rayrpc import config
 from rayrpc._concurrency.outcome import fresh
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, rebuild
 from rayrpc.errors import CallTimeoutError, WorkerDiedError
 
@@ -28,6 +30,44 @@ def test_the_type_stays_and_the_text_has_worker_error_and_traceback(capsys):
     for part in ("On WorkerInfo(id=1, name=alice)", "as expected", "in fail"):
         assert part in str(error)
     assert "as expected" in capsys.readouterr().err
+
+
+def raise_within_rayrpc():
+    Invocation(raise_from_a_cause)()
+
+
+def raise_from_a_cause():
+    try:
+        Invocation(targets.fail, ("the cause",))()
+    except ValueError as exc:
+        raise KeyError("the effect") from exc
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_traceback_shows_rayrpcs_frames_only_if_that_is_set(full):
+    before = config.settings()
+    config.use(before.replace(full_traceback=full))
+    try:
+        text = str(through(raise_within_rayrpc))
+    finally:
+        config.use(before)
+    for part in ("in raise_within_rayrpc", "in raise_from_a_cause", "in fail", "direct cause"):
+        assert part in text
+    assert text.count("invocation.py") == (2 if full else 0)
+
+
+def test_a_traceback_of_rayrpcs_frames_alone_shows_them():
+    text = str(through(Invocation(dict, (1,))))
+    assert "TypeError" in text and "Traceback" in text
+    error = CallTimeoutError("late")
+    error.__traceback__ = None
+    assert "late" in describe(error, HERE, pickle.dumps).msg
+    try:
+        Invocation(1)()  # type: ignore[arg-type]
+    except TypeError as exc:
+        trace: Any = exc.__traceback__
+        exc.__traceback__ = trace.tb_next  # without this function's
+        assert "invocation.py" in describe(exc, HERE, pickle.dumps).msg
 
 
 def test_line_breaks_and_foreign_letters_survive():
