@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run an unmodified script on Ray",
         usage="%(prog)s [-h] [--address ADDRESS] [--config FILE] [--set KEY=VALUE] "
-        "[--working-dir FOLDER] (SCRIPT | -m MODULE) ARGS ...",
+        "[--working-dir FOLDER] [--trace FILE] (SCRIPT | -m MODULE) ARGS ...",
         description="Run a script, a module or a Python command (torchrun) as python would, with "
         "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
@@ -46,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
         "--working-dir",
         metavar="FOLDER",
         help="sent to hosts that do not have it (default: the script's folder)",
+    )
+    run.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="record the calls of all workers, and write them for Perfetto at the end",
     )
     run.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="the module"
@@ -199,6 +204,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayrpc.launch.program import OUR_FILES, run_as_main, run_module_as_main
     from rayrpc.launch.spawning import start_processes
 
+    try:
+        if options.trace:
+            from rayrpc.launch.run_trace import trace_run
+
+            trace_run(settings, options.trace)
+    except RpcError as exc:
+        print(f"rayrpc: {exc}", file=sys.stderr)
+        return 1
     Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
         (run_module_as_main if options.module else run_as_main)(name, arguments)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rayrpc._concurrency.clocks import Clock, measure
 from rayrpc._observe import trace
 from rayrpc._observe.group_status import GroupStatus, Silent
-from rayrpc._observe.trace_file import Clock, Trace
+from rayrpc._observe.trace_file import Trace
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 # How long a worker may take to begin a trace, and to send what it has recorded.
 START_SECONDS, STOP_SECONDS = 10.0, 60.0
-# How often the clock of a worker on another host is asked for.
-CLOCK_ASKS = 9
 
 
 def status(timeout: float = 5.0) -> GroupStatus:
@@ -107,34 +106,18 @@ def _agent() -> Agent:
 
 def _collect(agent: Agent, members: list[Member], made: Trace) -> None:
     """End a trace on all workers, and take what they have recorded."""
-    host, _ = trace.clock()
     for member in members:
         try:
             if member.token == agent.member.token:
-                part = trace.stop()
+                part, clock = trace.stop(), Clock()
             else:
                 part = agent.caller.sync(member, Invocation(trace.stop), STOP_SECONDS)
-                made.clocks[member.id] = _clock_of(agent, member, host)
+                ask = functools.partial(
+                    agent.caller.sync, member, Invocation(trace.clock_here), START_SECONDS
+                )
+                clock = measure(ask)
         except CallError as exc:
             logger.warning("the trace lacks the calls of RPC worker %r: %s", member.name, exc)
             continue
         if part is not None:
-            made.parts.append(part)
-    made.parts.sort(key=lambda part: part.id)
-
-
-def _clock_of(agent: Agent, member: Member, host: str) -> Clock:
-    """Measure how a worker's clock differs from this one's.
-
-    Source: Cristian's algorithm: of several answers, the quickest one errs least.
-    """
-    best = Clock(0.0, float("inf"))
-    for _ in range(CLOCK_ASKS):
-        began = time.monotonic()
-        there, now = agent.caller.sync(member, Invocation(trace.clock), START_SECONDS)
-        if there == host:
-            return Clock()
-        ended = time.monotonic()
-        if (ended - began) / 2 < best.error:
-            best = Clock(now - (began + ended) / 2, (ended - began) / 2)
-    return best
+            made.add(part, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from rayrpc._observe.call_log import CallLog
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.slow_calls import SlowCalls
+from rayrpc._observe.trace import trace_until_shutdown
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
@@ -30,7 +32,10 @@ from rayrpc.errors import ArgumentTypeError, RpcError
 from rayrpc.futures import extend_futures
 from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, validate_device_maps
 
-__all__ = ["choose_backend", "default_options", "make_agent", "open_backend"]
+__all__ = ["TRACE_VARIABLE", "choose_backend", "default_options", "make_agent", "open_backend"]
+
+#: names the collector of a traced run: its Ray namespace, and its name
+TRACE_VARIABLE = "RAYRPC_INTERNAL_TRACE"
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -184,11 +189,20 @@ def make_agent(
     if settings.log_level == "DEBUG":
         agent.hooks.append(CallLog(agent))
     agent.callee.inspect = Inspector(agent, transport.is_hosted).answer
+    if collector := os.environ.get(TRACE_VARIABLE):
+        _trace_run(agent, f"{key}:{snapshot.session}", collector)
     if settings.slow_call:
         slow_calls = SlowCalls(agent, settings.slow_call)
         agent.on_shutdown(slow_calls.close)
         slow_calls.start()
     return agent
+
+
+def _trace_run(agent: Agent, group: str, collector: str) -> None:
+    from rayrpc._transports.ray.trace_collector import give  # as for ``open_transport``
+
+    namespace, _, name = collector.partition(" ")
+    trace_until_shutdown(agent, group, functools.partial(give, name, namespace))
 
 
 # The directory does not import torch: it gets devices as strings.

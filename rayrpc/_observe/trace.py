@@ -9,21 +9,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from rayrpc._concurrency.clocks import clock
 from rayrpc._observe.report import name_of
 from rayrpc._observe.trace_file import Made, Part, Served
 from rayrpc._protocol.messages import size_of
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 from rayrpc._runtime.invocation import prompt
 
-__all__ = ["TraceHook", "clock", "start", "stop"]
+__all__ = ["TraceHook", "clock_here", "start", "stop", "trace_until_shutdown"]
+
+logger = logging.getLogger(__name__)
 
 # Of the calls that a worker makes, and of those that it serves; later ones are counted.
 MOST_CALLS = 500_000
@@ -167,10 +173,34 @@ def stop() -> Part | None:
 
 
 @prompt
-def clock() -> tuple[str, float]:
-    """Return the identity of this host's clock, and its time in seconds."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip(), time.monotonic()
-    except OSError:  # no Linux: each process for itself
-        return f"{os.uname().nodename}-{os.getpid()}", time.monotonic()
+def clock_here() -> tuple[str, float]:
+    """Return this host's clock; see ``clocks``."""
+    return clock()
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def trace_until_shutdown(agent: Agent, group: str, give: Callable[[bytes], None]) -> None:
+    """Record all calls of a worker until it shuts down.
+
+    Args:
+        agent: the worker's.
+        group: names its group's run.
+        give: called with the pickled ``Part`` at the end.
+    """
+    member = agent.member
+    hook = TraceHook(member.name, member.node, member.id)
+    hook.part.group = group
+    agent.hooks.append(hook)
+
+    def end() -> None:
+        if hook in agent.hooks:
+            agent.hooks.remove(hook)
+            try:
+                give(pickle.dumps(hook.snapshot()))
+            except Exception as exc:
+                name = agent.info.name
+                logger.warning("the trace lacks the calls of RPC worker %r: %s", name, exc)
+
+    agent.on_shutdown(end)

@@ -16,18 +16,22 @@ Source: "Trace Event Format", of Chromium's tracing, in its JSON form.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Clock", "Made", "Part", "Served", "Trace"]
+from rayrpc._concurrency.clocks import Clock
+
+__all__ = ["Made", "Part", "Served", "Trace"]
 
 #: a thread's ident, the begin and the end
 Slice = tuple[int, float, float]
 MICROSECONDS = 1e6
 # An arrow begins and ends inside of a slice, by so much.
 INSIDE_US = 0.1
+# The tracks of groups are so far from one another.
+MOST_WORKERS = 1_000_000
 # How long the slice is where the reply to a call that no thread waits for arrives.
 REPLY_US = 1.0
 
@@ -92,6 +96,8 @@ class Part:
         served: those that it has served.
         threads: names by ident.
         dropped: calls that were too many.
+        group: one run of one group, where a trace may have several.
+        track: number of its process in the trace; set by that.
     """
 
     name: str
@@ -102,38 +108,47 @@ class Part:
     served: list[Served] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     dropped: int = 0
+    group: str = ""
+    track: int = -1
 
-
-class Clock(NamedTuple):
-    """How a worker's clock differs from that of the worker that traces.
-
-    Args:
-        offset (float): in seconds, to be taken from its times.
-        error (float): of the offset, at most, in seconds; 0: it is the same clock.
-    """
-
-    offset: float = 0.0
-    error: float = 0.0
+    def track_of(self, worker: int) -> int:
+        """Return the track of a worker of the same group."""
+        return self.track - self.id + worker
 
 
 class Trace:
     """The calls of a group in some time.
 
     Args:
-        parts (Sequence[Part]): of the workers.
-        clocks (Mapping[int, Clock]): by the id of the worker; those left out have the same clock.
+        parts (Iterable[tuple[Part, Clock]]): of the workers, and how their clocks differ from that
+            of the trace.
         names (Mapping[int, str]): of workers by id, also of those without a part.
     """
 
     def __init__(
-        self,
-        parts: Sequence[Part] = (),
-        clocks: Mapping[int, Clock] | None = None,
-        names: Mapping[int, str] | None = None,
+        self, parts: Iterable[tuple[Part, Clock]] = (), names: Mapping[int, str] | None = None
     ) -> None:
-        self.parts = sorted(parts, key=lambda part: part.id)
-        self.clocks = dict(clocks or {})
+        #: by track
+        self.clocks: dict[int, Clock] = {}
+        self._groups: list[str] = []
+        self.parts: list[Part] = []
         self.names = dict(names or {})
+        for part, clock in parts:
+            self.add(part, clock)
+
+    def add(self, part: Part, clock: Clock) -> None:
+        """Add what a worker has recorded.
+
+        Args:
+            part (Part): of the worker.
+            clock (Clock): how its clock differs from that of the trace.
+        """
+        if part.group not in self._groups:
+            self._groups.append(part.group)
+        part.track = part.id + MOST_WORKERS * self._groups.index(part.group)
+        self.parts.append(part)
+        self.parts.sort(key=lambda part: part.track)
+        self.clocks[part.track] = clock
 
     def __repr__(self) -> str:
         calls = sum(len(part.made) for part in self.parts)
@@ -155,27 +170,29 @@ class Trace:
             "displayTimeUnit": "ns",
             "otherData": {
                 "clock_errors_us": {
-                    part.name: self._clock(part.id).error * MICROSECONDS for part in self.parts
+                    part.name: self._clock(part).error * MICROSECONDS for part in self.parts
                 },
                 "dropped_calls": {part.name: part.dropped for part in self.parts},
             },
         }
 
-    def _clock(self, worker: int) -> Clock:
-        return self.clocks.get(worker, Clock())
+    def _clock(self, part: Part) -> Clock:
+        return self.clocks[part.track]
 
     # -- events -------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        names = self.names | {part.id: part.name for part in self.parts}
+        names = self.names | {part.track: part.name for part in self.parts}
         served = {
-            (call.caller, call.number): (part, call) for part in self.parts for call in part.served
+            (part.track_of(call.caller), call.number): (part, call)
+            for part in self.parts
+            for call in part.served
         }
         for part in self.parts:
-            to_us = _Scale(self._clock(part.id).offset)
-            yield from _names(part, self._clock(part.id))
+            to_us = _Scale(self._clock(part).offset)
+            yield from _names(part, self._clock(part))
             for made in part.made:
-                found = served.get((part.id, made.number))
+                found = served.get((part.track, made.number))
                 yield from self._made(part, made, to_us, names, found)
             for call in part.served:
                 yield from _served(part, call, to_us, names)
@@ -188,7 +205,7 @@ class Trace:
         names: Mapping[int, str],
         found: tuple[Part, Served] | None,
     ) -> Iterator[dict[str, Any]]:
-        key = f"{part.id}:{made.number}"
+        key = f"{part.track}:{made.number}"
         began, encoded = to_us(made.began), to_us(max(made.encoded, made.began))
         state = "ok"
         ended = to_us(made.ended) if made.ended else None
@@ -196,9 +213,9 @@ class Trace:
             state = "no reply"
             if found is not None and found[1].runs:
                 state = "error"
-                ended = _Scale(self._clock(found[0].id).offset)(found[1].runs[-1][2])
+                ended = _Scale(self._clock(found[0]).offset)(found[1].runs[-1][2])
         args = {
-            "to": names.get(made.to, str(made.to)),
+            "to": names.get(part.track_of(made.to), str(made.to)),
             "bytes": made.bytes,
             "key": key,
             "state": state,
@@ -220,7 +237,7 @@ class Trace:
         slices = [*there.runs, *([there.encoding] if there.encoding else [])]
         if not slices:
             return
-        to_us_there = _Scale(self._clock(callee.id).offset)
+        to_us_there = _Scale(self._clock(callee).offset)
         first, last = slices[0], slices[-1]
         yield _arrow("s", part, made.thread, f"{key}>", encoded - INSIDE_US)
         yield _arrow("f", callee, first[0], f"{key}>", to_us_there(first[1]))
@@ -243,8 +260,9 @@ class _Scale:
 def _served(
     part: Part, call: Served, to_us: _Scale, names: Mapping[int, str]
 ) -> Iterator[dict[str, Any]]:
-    key = f"{call.caller}:{call.number}"
-    args = {"from": names.get(call.caller, str(call.caller)), "key": key}
+    caller = part.track_of(call.caller)
+    key = f"{caller}:{call.number}"
+    args = {"from": names.get(caller, str(call.caller)), "key": key}
     if call.taken > call.arrived:
         title = f"queued: {call.function}"
         yield from _beside(part, "queue", key, title, to_us(call.arrived), to_us(call.taken), args)
@@ -261,13 +279,14 @@ def _names(part: Part, clock: Clock) -> Iterator[dict[str, Any]]:
     label = f"{part.name} ({part.node}, pid {part.pid})" if part.node else part.name
     if clock.error:
         label += f", clock ±{clock.error * MICROSECONDS:.0f} us"
-    yield {"ph": "M", "name": "process_name", "pid": part.id, "args": {"name": label}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": part.id, "args": {"sort_index": part.id}}
+    pid = part.track
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for ident, name in part.threads.items():
         yield {
             "ph": "M",
             "name": "thread_name",
-            "pid": part.id,
+            "pid": part.track,
             "tid": ident,
             "args": {"name": name},
         }
@@ -280,7 +299,7 @@ def _slice(
         "ph": "X",
         "cat": "rpc",
         "name": name,
-        "pid": part.id,
+        "pid": part.track,
         "tid": thread,
         "ts": began,
         "dur": max(0.0, ended - began),
@@ -298,7 +317,7 @@ def _beside(
             "cat": kind,
             "name": name,
             "id": f"{kind}-{key}",
-            "pid": part.id,
+            "pid": part.track,
             "tid": 0,
             "ts": when,
             "args": args,
@@ -311,7 +330,7 @@ def _arrow(phase: str, part: Part, thread: int, key: str, when: float) -> dict[s
         "cat": "rpc",
         "name": "call" if key.endswith(">") else "reply",
         "id": key,
-        "pid": part.id,
+        "pid": part.track,
         "tid": thread,
         "ts": when,
     }

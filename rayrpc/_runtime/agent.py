@@ -224,13 +224,7 @@ class Agent:
             self.rrefs.on_peer_lost(member.id)
         self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
-        logger.debug(
-            "%s: %s has joined (node %s, pid %s)",
-            self.info.name,
-            member.name,
-            member.node,
-            member.pid,
-        )
+        logger.debug("%s: %s has joined on %s", self.info.name, member.name, member.node)
 
     def _on_left(self, member: Member) -> None:
         self.rrefs.on_peer_lost(member.id)

@@ -14,7 +14,7 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``display``: the collected text on this process's terminal; ``output`` ties these four together.
 - ``child_ranks``: ranks that stay processes of torch's.
 - ``interrupt``: the end of a run by Ctrl-C.
-- ``looking``: ``rayrpc status`` and ``rayrpc stack``.
+- ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.
 - ``workers``: ``start_workers``, for workers that only serve, in this process's group.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.

@@ -31,6 +31,8 @@ OUR_FILES = (str(Path(__file__).parents[1] / "cli.py"), __file__, runpy.__file__
 
 # Prefixes of variables that Ray set in this process, or that belong to one machine alone.
 _NOT_SENT = ("RAY_", "RAYRPC_INTERNAL_")
+# ... but this one is the run's: see ``launch.run_trace``
+_SENT = "RAYRPC_INTERNAL_TRACE"
 
 
 def _environ() -> dict[str, str]:
@@ -95,7 +97,7 @@ class Program:
         path = "" if module else getattr(main, "__file__", None) or ""
         if path and not Path(path).is_file():
             path = ""
-        environ = {k: v for k, v in _environ().items() if not k.startswith(_NOT_SENT)}
+        environ = {k: v for k, v in _environ().items() if k == _SENT or not k.startswith(_NOT_SENT)}
         return Program(
             path=os.path.abspath(path) if path else "",
             module=module,

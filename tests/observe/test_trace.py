@@ -11,9 +11,10 @@ from memory_workers import memory_group
 from torch.futures import Future
 
 import rayrpc as rpc
+from rayrpc._concurrency.clocks import Clock
 from rayrpc._observe import trace
 from rayrpc._observe.trace import TraceHook
-from rayrpc._observe.trace_file import Clock, Made, Part, Served, Trace
+from rayrpc._observe.trace_file import Made, Part, Served, Trace
 from rayrpc.functions import async_execution
 
 SIZE = 4000
@@ -29,7 +30,7 @@ def pair():
             worker.agent.hooks.append(hook)
 
         def made():
-            return Trace([hook.part for hook in hooks])
+            return Trace((hook.part, Clock()) for hook in hooks)
 
         yield *workers, made
 
@@ -217,7 +218,7 @@ def test_other_clocks_are_corrected_and_their_error_is_stated():
     here.made.append(Made(1, "sync", "f", 1, 1, 100.0, 100.001, 100.010, 1))
     run = (2, 5100.004, 5100.006)  # its clock is ahead by 5,000 s
     there.served.append(Served(0, 1, "f", 5100.003, 5100.0035, [run], (2, 5100.006, 5100.007)))
-    made = Trace([there, here], {1: Clock(5000.0, 25e-6)})
+    made = Trace([(there, Clock(5000.0, 25e-6)), (here, Clock())])
     events = check(made)
     (served,) = (each for each in slices(events, "f") if each["pid"] == 1)
     assert served["ts"] == pytest.approx(100.004e6) and served["dur"] == pytest.approx(2000)

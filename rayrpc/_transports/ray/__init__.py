@@ -14,6 +14,7 @@ In the order in which a worker meets them:
     relay_client      an attached process's side of its relay: polls, serves, sends results
     transport         ``RayTransport``: calls peers' endpoints, serves this worker's own
     inspection        asks the workers of all groups what they do, from a process in none
+    trace_collector   the actor that takes what the workers of a traced run have recorded
     ray_errors        Ray's errors as errors of rayrpc
 
     caller ──handle(wire)──> endpoint of the callee ──> callee

@@ -45,6 +45,7 @@ CONNECT_RETRY_SECONDS = 0.02
 # What asks Ray's control service would hang for a minute if that has ended.
 CONTROL_SECONDS = 5.0
 CONTROL_RETRY_SECONDS = 0.2
+REACH_SECONDS = 8.0  # for a cluster that may be just starting
 EXIT_SECONDS = 0.5  # for its answer when this process ends
 # How a client of HTTP/2 begins, and its settings, of which there are none (RFC 9113, section 3.4);
 # gRPC's servers send theirs.
@@ -76,6 +77,7 @@ def connect(settings: Settings, starts: bool = True) -> None:
         address = _join_local(settings, starts)
         auth_token.enable()
     else:
+        _check_reachable(address)
         auth_token.enable_if_needed(address)
     import ray
 
@@ -98,6 +100,17 @@ def connect(settings: Settings, starts: bool = True) -> None:
             f"cannot connect to the Ray cluster at {address!r}: {exc}. Check --address, "
             "RAY_ADDRESS and the config file; name none to use a local cluster."
         ) from exc
+
+
+def _check_reachable(address: str) -> None:
+    """Raise a ClusterError where Ray would try for minutes; others than ``host:port`` pass."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host and not _has_control_service(address, REACH_SECONDS):
+        raise ClusterError(
+            f"no Ray cluster answers at {address!r} in {REACH_SECONDS:g} s. Check --address, "
+            "RAY_ADDRESS and the config file, and that the head node runs (`ray status` there); "
+            "name none to use a local cluster."
+        )
 
 
 @functools.cache
@@ -142,8 +155,13 @@ def control_service_answers(seconds: float) -> bool:
 
     if through_client():
         return True
+    return _has_control_service(ray.get_runtime_context().gcs_address, seconds)
+
+
+def _has_control_service(address: str, seconds: float) -> bool:
+    """Tell whether a control service answers at ``host:port``."""
     answers = _accepts if ray_uses_tls(os.environ) else _answers
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    host, _, port = address.rpartition(":")
     deadline = Deadline(seconds)
     while not answers((host.strip("[]"), int(port)), deadline.within(seconds)):
         if deadline.expired:
