@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from rayrpc._concurrency.clocks import Clock, measure
 from rayrpc._observe import trace
-from rayrpc._observe.group_status import GroupStatus, Silent
+from rayrpc._observe.group_status import GroupStatus
 from rayrpc._observe.trace_file import Trace
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
+from rayrpc.api import NOT_INITIALIZED
 from rayrpc.errors import CallError, NotInitializedError
 
 __all__ = ["profile", "status"]
@@ -47,14 +47,11 @@ def status(timeout: float = 5.0) -> GroupStatus:
     Source: rayrpc's own; ``rayrpc status`` and ``rayrpc stack`` tell the same from outside.
     """
     agent = _agent()
-    reports, silent = [], []
-    for member, answer in agent.inspect(b"stacks", timeout):
-        if isinstance(answer, bytes):
-            reports.append(json.loads(answer))
-        else:
-            why = str(answer) if isinstance(answer, CallError) else "does not answer"
-            silent.append(Silent(member.name, member.node, member.pid, why))
-    return GroupStatus(agent.key, str(agent.member.origin), reports, silent)
+    answers = [
+        (member, answer if isinstance(answer, bytes) else str(answer) or "does not answer")
+        for member, answer in agent.inspect(b"stacks", timeout)
+    ]
+    return GroupStatus.of(agent.key, str(agent.member.origin), answers)
 
 
 @contextlib.contextmanager
@@ -98,9 +95,7 @@ def profile(path: str | Path | None = None) -> Iterator[Trace]:
 
 def _agent() -> Agent:
     if not current.is_set():
-        raise NotInitializedError(
-            "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
-        )
+        raise NotInitializedError(NOT_INITIALIZED)
     return current.get_agent()
 
 

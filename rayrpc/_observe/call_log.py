@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rayrpc._observe.report import name_of
-from rayrpc._protocol.messages import size_of
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 
@@ -37,15 +36,13 @@ class CallLog(Hook):
         return contextlib.nullcontext()
 
     def after_encode(self, call: OutgoingCall) -> None:
-        payload = call.payload
-        size = 0 if payload is None else len(payload.data) + size_of(payload)
         logger.debug(
             "%s calls %s on %s (%s, %d bytes)",
             self._worker,
-            _what(call),
+            name_of(call.invocation),
             call.to.name,
             call.mode,
-            size,
+            call.size,
         )
         call.meta[self.name] = True
 
@@ -55,7 +52,7 @@ class CallLog(Hook):
             "%s has the answer of %s to %s after %.3f ms",
             self._worker,
             call.to.name,
-            _what(call),
+            name_of(call.invocation),
             seconds * 1e3,
         )
         return value
@@ -93,7 +90,3 @@ class CallLog(Hook):
         call.reply_meta[self.name] = True  # for ``on_result``
 
     after_kept = after_encode_reply
-
-
-def _what(call: OutgoingCall) -> str:
-    return "RRef.to_here" if call.mode == "fetch" else name_of(call.invocation)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rayrpc._observe.stacks import place_of
 from rayrpc._observe.waits import Step, Waits
+from rayrpc._protocol.membership import Member
 
 __all__ = ["GroupStatus", "Joining", "Silent"]
 
@@ -85,6 +87,30 @@ class GroupStatus:
         self.silent = list(silent)
         self.joining = list(joining)
         self._waits = Waits(self.workers)
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        owner: str,
+        answers: Iterable[tuple[Member, bytes | str]],
+        joining: Iterable[tuple[Member, Sequence[int]]] = (),
+    ) -> GroupStatus:
+        """Return the state of a group by what its members have answered.
+
+        Args:
+            key, owner: of the group.
+            answers: the report of each member, as JSON; or, as text, why there is none.
+            joining: who wait for others, and for which ranks.
+        """
+        reports, silent = [], []
+        for member, answer in answers:
+            if isinstance(answer, bytes):
+                reports.append(json.loads(answer))
+            else:
+                silent.append(Silent(member.name, member.node, member.pid, answer))
+        waiting = [Joining(each.name, each.node, each.pid, ranks) for each, ranks in joining]
+        return cls(key, owner, reports, silent, waiting)
 
     @property
     def calls(self) -> list[dict[str, Any]]:

@@ -23,13 +23,13 @@ from torch.futures import Future
 from rayrpc._concurrency.latency_profile import LatencyProfile
 from rayrpc._observe.stacks import users_stack
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import NOTHING, Invocation
 from rayrpc._runtime.open_call import OpenCall, Request
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc.futures import wait_all
 
-__all__ = ["Inspector", "function_name", "name_of", "name_of_request"]
+__all__ = ["Inspector", "function_name", "name_of", "name_of_request", "open_requests"]
 
 # torch's scripted functions return Futures of the class below torch.futures.Future
 _AnyFuture: Any = Future.__mro__[1]
@@ -54,8 +54,14 @@ def function_name(func: object) -> str:
     return name if module in ("", "__main__", "__mp_main__", "builtins") else f"{module}.{name}"
 
 
-def name_of(invocation: Invocation) -> str:
-    """Return the name of what an invocation runs; of an RRef's proxy, that of the method."""
+def name_of(invocation: Invocation | None) -> str:
+    """Return the name of what an invocation runs; of an RRef's proxy, that of the method.
+
+    Args:
+        invocation: None, or NOTHING: of a fetch.
+    """
+    if invocation is None or invocation is NOTHING:
+        return _TO_HERE
     func, args, _ = invocation
     key = LatencyProfile.key(func, args)
     return function_name(key[1] if isinstance(key, tuple) else func)
@@ -64,6 +70,12 @@ def name_of(invocation: Invocation) -> str:
 def name_of_request(request: Request) -> str:
     """Return the name of what a call runs, as its caller knows it."""
     return function_name(request.func) or _TO_HERE
+
+
+def open_requests(agent: Agent) -> list[Request]:
+    """Return a worker's own calls that have not completed."""
+    waiting, opened = agent.caller.under_way()
+    return [*waiting, *(call.request for call in opened)]
 
 
 class Inspector:
@@ -104,8 +116,6 @@ class Inspector:
             for ident, keys in self._waits().items()
             if (kept := [key for key in keys if key in before.get(ident, ())])
         }
-        waiting, opened = agent.caller.under_way()
-        requests = [*waiting, *(call.request for call in opened)]
         owned, held = agent.rrefs.counts()
         slots = agent.slots
         return {
@@ -125,7 +135,7 @@ class Inspector:
             "sent": agent.caller.sent,
             "served": agent.callee.served,
             "rrefs": {"owned": owned, "held": held},
-            "calls": [self._sent(request, now) for request in requests],
+            "calls": [self._sent(request, now) for request in open_requests(agent)],
             "serving": [self._served(call, served, now) for call in served],
             "threads": list(_threads(waits, serves, with_stacks)),
         }

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayrpc._concurrency.threads import SingleThread
 from rayrpc._concurrency.waiting import Event
-from rayrpc._observe.report import name_of_request
+from rayrpc._observe.report import name_of_request, open_requests
 from rayrpc._observe.stacks import place_of
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.open_call import Request
@@ -63,8 +63,7 @@ class SlowCalls:
     def check(self) -> None:
         """Look once."""
         now = time.monotonic()
-        waiting, opened = self._agent.caller.under_way()
-        requests = {each.id: each for each in [*waiting, *(call.request for call in opened)]}
+        requests = {each.id: each for each in open_requests(self._agent)}
         self._noted &= requests.keys()
         slow = [
             each

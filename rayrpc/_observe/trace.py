@@ -21,7 +21,7 @@ from typing import Any
 from rayrpc._concurrency.clocks import clock
 from rayrpc._observe.report import name_of
 from rayrpc._observe.trace_file import Made, Part, Served
-from rayrpc._protocol.messages import size_of
+from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
@@ -39,13 +39,14 @@ class TraceHook(Hook):
     """Record the calls of a worker.
 
     Args:
-        name (str), node (str), id (int): of the worker.
+        member (Member): the worker.
+        group (str): see ``Part``.
     """
 
     name = "trace"
 
-    def __init__(self, name: str, node: str, id: int) -> None:
-        self.part = Part(name, node, id, os.getpid())
+    def __init__(self, member: Member, group: str = "") -> None:
+        self.part = Part(member.name, member.node, member.id, os.getpid(), group=group)
         self._next_number = itertools.count(1).__next__
 
     def snapshot(self) -> Part:
@@ -72,7 +73,7 @@ class TraceHook(Hook):
         made = Made(
             number=self._next_number(),
             mode=call.mode,
-            function="RRef.to_here" if call.mode == "fetch" else name_of(call.invocation),
+            function=name_of(call.invocation),
             to=call.to.id,
             thread=self._thread(),
             began=time.monotonic(),
@@ -84,8 +85,7 @@ class TraceHook(Hook):
     def after_encode(self, call: OutgoingCall) -> None:
         made: Made = call.notes[self.name]
         made.encoded = time.monotonic()
-        if call.payload is not None:
-            made.bytes = len(call.payload.data) + size_of(call.payload)
+        made.bytes = call.size
         call.meta[self.name] = made.number
 
     def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
@@ -99,17 +99,16 @@ class TraceHook(Hook):
 
     def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
         now = time.monotonic()
-        is_fetch = call.invocation is None
         served = Served(
             caller=call.src,
             number=call.meta[self.name],
-            function="RRef.to_here" if call.invocation is None else name_of(call.invocation),
+            function=name_of(call.invocation),
             arrived=call.arrived or now,
             taken=call.taken or now,
         )
         call.notes[self.name] = served
         self._add(self.part.served, served)
-        return contextlib.nullcontext() if is_fetch else self._run(served)
+        return contextlib.nullcontext() if call.invocation is None else self._run(served)
 
     def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
         served: Served | None = call.notes.get(self.name)
@@ -158,8 +157,7 @@ def start() -> None:
         raise RuntimeError(
             f"RPC worker {current.get_agent().info.name!r} is being traced: one trace at a time"
         )
-    member = current.get_agent().member
-    current.get_agent().hooks.append(TraceHook(member.name, member.node, member.id))
+    current.get_agent().hooks.append(TraceHook(current.get_agent().member))
 
 
 @prompt
@@ -189,9 +187,7 @@ def trace_until_shutdown(agent: Agent, group: str, give: Callable[[bytes], None]
         group: names its group's run.
         give: called with the pickled ``Part`` at the end.
     """
-    member = agent.member
-    hook = TraceHook(member.name, member.node, member.id)
-    hook.part.group = group
+    hook = TraceHook(agent.member, group)
     agent.hooks.append(hook)
 
     def end() -> None:

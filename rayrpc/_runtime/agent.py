@@ -404,19 +404,14 @@ class Agent:
         release_reader()
         deadline = Deadline(timeout)
         me, session = self.info.id, self._snapshot.session
-        asked = [
-            (
-                member,
-                self._send(
-                    member, Frame(Kind.INSPECT, session, me, self.caller.new_id(), data=what)
-                ),
-            )
-            for member in (self.members() if members is None else members)
-        ]
+        asked = []
+        for member in self.members() if members is None else members:
+            frame = Frame(Kind.INSPECT, session, me, self.caller.new_id(), data=what)
+            asked.append((member, self._send(member, frame)))
         answers: list[tuple[Member, bytes | Exception]] = []
         for member, pending in asked:
             try:
-                reply = pending.wait(max(0.0, deadline.within(timeout)))
+                reply = pending.wait(deadline.within(timeout))
             except (CallError, TimeoutError) as exc:
                 answers.append((member, exc))
             else:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.messages import Payload
+from rayrpc._protocol.messages import Payload, size_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import WorkerDiedError
 
@@ -49,6 +49,11 @@ class OutgoingCall:
     meta: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     payload: Payload | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes of the encoded invocation, during ``after_encode``."""
+        return 0 if self.payload is None else len(self.payload.data) + size_of(self.payload)
 
 
 @dataclass(slots=True)

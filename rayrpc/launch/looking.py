@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from rayrpc._observe.group_status import GroupStatus, Joining, Silent
+from rayrpc._observe.group_status import GroupStatus
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups
 from rayrpc.config import Settings
@@ -29,16 +27,6 @@ def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[Gr
 
 
 def _status(group: GroupAnswers) -> GroupStatus:
-    reports, silent = [], []
-    for member, answer in group.answers:
-        if isinstance(answer, bytes):
-            reports.append(json.loads(answer))
-        else:
-            silent.append(Silent(member.name, member.node, member.pid, answer))
-    joining = [
-        Joining(member.name, member.node, member.pid, missing)
-        for member, missing in group.description.joining
-    ]
-    members = [member for member, _ in [*group.answers, *group.description.joining]]
+    members = [member for member, _ in [*group.answers, *group.joining]]
     owner = str(members[0].origin) if members else ""
-    return GroupStatus(group.description.key, owner, reports, silent, joining)
+    return GroupStatus.of(group.key, owner, group.answers, group.joining)

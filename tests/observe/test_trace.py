@@ -25,7 +25,7 @@ def pair():
     """Two workers that record, and how to get their trace."""
     with memory_group() as start:
         workers = [start(name, num_worker_threads=2) for name in "ab"]
-        hooks = [TraceHook(worker.name, "", worker.member.id) for worker in workers]
+        hooks = [TraceHook(worker.member) for worker in workers]
         for worker, hook in zip(workers, hooks, strict=True):
             worker.agent.hooks.append(hook)
 

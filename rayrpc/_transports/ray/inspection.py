@@ -27,15 +27,18 @@ NOBODY = -1  # for the id of a worker
 
 
 class GroupAnswers(NamedTuple):
-    """A group, and what its workers have answered.
+    """A run of a group, and what its workers have answered.
 
     Args:
-        description (Description): who is in it.
+        key (str): names the group.
+        joining (list[tuple[Member, list[int]]]): who wait for others, and for which ranks; with
+            the first run of the group.
         answers (list[tuple[Member, bytes | str]]): the report of each worker; or, as text, why
             there is none.
     """
 
-    description: Description
+    key: str
+    joining: Sequence[tuple[Member, Sequence[int]]]
     answers: Sequence[tuple[Member, bytes | str]]
 
 
@@ -59,10 +62,10 @@ def ask_groups(what: bytes, seconds: float) -> list[GroupAnswers]:
         with contextlib.suppress(RayError):  # as above; or its host is cut off
             descriptions.append(ray_api.get(ref, timeout=deadline.within(seconds)))
     return [
-        GroupAnswers(description._replace(sessions=[session]), _ask(session, what, seconds))
-        for description in descriptions
-        for session in description.sessions or [[]]
-        if session or description.joining
+        GroupAnswers(key, [] if number else joining, _ask(session, what, seconds))
+        for key, sessions, joining in descriptions
+        for number, session in enumerate(sessions or [[]])
+        if session or joining
     ]
 
 
