@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from simulation.faults import Faults, Injector
+from simulation.large import Limits
 from simulation.primitives import Thread
 from simulation.scheduler import Scheduler
 from simulation.workers import WORKERS, check_connections, start_workers
 
-__all__ = ["GroupRun", "Program", "User", "smaller"]
+__all__ = ["LIMITS", "GroupRun", "Program", "User", "smaller"]
+
+LIMITS = Limits(receive_buffer=4096)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from simulation.faults import ERRORS, Faults
-from simulation.groups import GroupRun, Program, User, smaller
+from simulation.groups import LIMITS, GroupRun, Program, User, smaller
+from simulation.large import Large, limited
 from simulation.primitives import Thread, sleep
 from simulation.scenario import some_of
 from simulation.scheduler import Scheduler, current
@@ -30,8 +31,6 @@ __all__ = ["Agents"]
 SYNC, ASYNC, REMOTE = "sync", "async", "remote"
 # What the called function does: at once, after a while, or through other workers.
 QUICK, SLOW, LATER, NESTED, NESTED_LATER = "quick", "slow", "later", "nested", "nested later"
-
-LARGE_BYTES = 100_000  # goes by the connection for large messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +86,8 @@ class Agents:
         return smaller(program, _simpler)
 
     def run(self, program: Program, scheduler: Scheduler) -> None:
-        _Run(program, scheduler).run()
+        with limited(LIMITS):
+            _Run(program, scheduler).run()
 
 
 def _simpler(call: Call) -> Iterator[Call]:
@@ -115,7 +115,9 @@ class _Run(GroupRun):
         worker = WORKERS[user.worker]
         waits = []
         for number, call in enumerate(user.steps):
-            sent = f"{index}.{number}" + "x" * (LARGE_BYTES * call.is_large)
+            sent: Any = f"{index}.{number}"
+            if call.is_large:
+                sent = Large(sent)
             try:
                 with self.injector.strike(not index):
                     value = start(worker, call, sent)
@@ -129,14 +131,14 @@ class _Run(GroupRun):
         for each in waits:
             self.wait(index, *each)
 
-    def wait(self, index: int, number: int, value: Any, sent: str) -> None:
+    def wait(self, index: int, number: int, value: Any, sent: Any) -> None:
         try:
             with self.injector.strike(not index):
                 got = value()
         except (*ERRORS, KeyboardInterrupt) as exc:
             self.end(index, number, exc)
         else:
-            assert got == sent, f"call {index}.{number} has the value {got[:20]!r}"
+            assert got == sent, f"call {index}.{number} has the value {got!r}"
             self.ended[index, number] += 1
 
     def end(self, index: int, number: int, error: BaseException) -> None:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from simulation.faults import ERRORS, Faults
-from simulation.groups import GroupRun, Program, User, smaller
+from simulation.groups import LIMITS, GroupRun, Program, User, smaller
+from simulation.large import Large, limited
 from simulation.scheduler import Scheduler, current
 from simulation.workers import WORKERS, Worker, shut_down, wait
 
@@ -29,6 +30,8 @@ MAKE, FETCH, DELETE, SEND, PASS_ON, FORGET = (
     "pass on",
     "forget",
 )
+# A call of this size takes several writes and reads: smaller messages overtake it.
+LARGE_BYTES = 12_000
 # How long deletions may take, of virtual time: they are sent in batches, and again after a while.
 SETTLE_SECONDS = 200.0
 
@@ -41,11 +44,13 @@ class Step:
         what: is done.
         to: the worker that makes the value, or that gets a handle.
         index: which of the thread's handles, modulo their number.
+        is_large: the call that makes the value is.
     """
 
     what: str
     to: int
     index: int
+    is_large: bool = False
 
 
 class RRefs:
@@ -72,13 +77,33 @@ class RRefs:
         )
         dies = (rng.randrange(workers), rng.random() ** 2 * 0.05) if rng.random() < 0.2 else None
         faults = Faults.some(rng, workers, dies)
-        return Program(workers, users, faults, near=rng.random() < 0.3)
+        near = rng.random() < 0.3
+        if rng.random() > 0.7:
+            users = tuple(User(each.worker, _with_large(rng, each.steps)) for each in users)
+            if not faults.interrupts and rng.random() < 0.5:
+                points = tuple(int(rng.choice([200, 600, 1500]) * rng.random()) for _ in range(3))
+                faults = dataclasses.replace(faults, interrupts=points)
+        return Program(workers, users, faults, near=near)
 
     def smaller(self, program: Program) -> Iterator[Program]:
-        return smaller(program)
+        return smaller(program, _simpler)
 
     def run(self, program: Program, scheduler: Scheduler) -> None:
-        _Run(program, scheduler).run()
+        with limited(LIMITS):
+            _Run(program, scheduler).run()
+
+
+def _with_large(rng: random.Random, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Return the steps: those that make values, and half of the others, do so by large calls."""
+    return tuple(
+        Step(MAKE, step.to, 0, True) if step.what == MAKE or rng.random() < 0.5 else step
+        for step in steps
+    )
+
+
+def _simpler(step: Step) -> Iterator[Step]:
+    if step.is_large:
+        yield dataclasses.replace(step, is_large=False)
 
 
 class Kept:
@@ -128,7 +153,8 @@ class _Run(GroupRun):
         if step.what == MAKE:
             self.made += 1
             number = self.made
-            handles.append((number, worker.remote(step.to, make, number)))
+            argument = Large("unused", LARGE_BYTES) if step.is_large else None
+            handles.append((number, worker.remote(step.to, make, number, argument)))
             return
         if not handles:
             return
@@ -185,7 +211,7 @@ def echo(me: int, path: object, value: Any) -> Any:
     return value
 
 
-def make(me: int, number: int) -> Kept:
+def make(me: int, number: int, unused: Large | None) -> Kept:
     """Return a value that is counted."""
     return Kept(number)
 

@@ -4,14 +4,11 @@ Promised: each call ends once, with its own reply; the bytes of a request and of
 that were sent, for as long as the receiver keeps them, whatever the sender does with its own; no
 function runs twice; none is lost unless a connection is cut or a worker dies; a peer that does not
 read delays nobody else for ever; and when nothing is used any more, all memory is free.
-
-The sizes from which messages are large are small here: a run takes milliseconds.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -20,6 +17,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from simulation.large import Limits, limited
 from simulation.network import Socket
 from simulation.primitives import Thread, sleep, wait_for_threads
 from simulation.scenario import some_of
@@ -31,15 +29,6 @@ from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Deferred
-from rayrpc._transports.direct import (
-    bulk_replies,
-    mapped_segments,
-    server,
-    shared_memory,
-    stream,
-    transport,
-    wire,
-)
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.transport import DirectTransport
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
@@ -53,25 +42,13 @@ WAITS, CALLED_BACK, GIVES_UP = "waits", "called back", "gives up"
 QUICK, SLOW, LATER = "quick", "slow", "later"
 # Bytes of the buffers of a message.
 SIZES = (0, 50, 400, 1500, 4000, 12_000)
+LIMITS = Limits()
 
 CALL_SECONDS = 100.0
 # Then all free memory was freed: a segment's way through both ends takes up to six times the five
 # seconds between two rounds of maintenance.
 QUIET_SECONDS = 40.0
 ERRORS = (CallError, CallLostError, WorkerDiedError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """From which sizes messages are large, and what else programs may set."""
-
-    shared: int = 1000
-    bulk: int = 1000
-    unread: int = 10_000
-    receive_buffer: int = 600
-    segments: int = 8
-    descriptors: int = 8
-    idle_seconds: float = 2.0  # for which a thread waits for a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +92,7 @@ class Program:
 
     users: tuple[User, ...]
     near: bool = False
-    limits: Limits = Limits()
+    limits: Limits = LIMITS
     cut: tuple[int, bool, int] | None = None
     dies: tuple[int, float] | None = None
     interrupts: tuple[int, ...] = ()
@@ -175,8 +152,8 @@ class Transports:
             yield dataclasses.replace(program, dies=None)
         if program.interrupts:
             yield dataclasses.replace(program, interrupts=program.interrupts[1:])
-        if program.limits != Limits():
-            yield dataclasses.replace(program, limits=Limits())
+        if program.limits != LIMITS:
+            yield dataclasses.replace(program, limits=LIMITS)
         for index, user in enumerate(program.users):
             before, after = program.users[:index], program.users[index + 1 :]
             if before or after:
@@ -190,7 +167,7 @@ class Transports:
                     yield dataclasses.replace(program, users=(*before, less, *after))
 
     def run(self, program: Program, scheduler: Scheduler) -> None:
-        with _limited(program.limits):
+        with limited(program.limits):
             _Run(program, scheduler).run()
 
 
@@ -199,31 +176,6 @@ def _simpler(call: Call) -> Iterator[Call]:
     for field in dataclasses.fields(call):
         if getattr(call, field.name) != getattr(simple, field.name):
             yield dataclasses.replace(call, **{field.name: getattr(simple, field.name)})
-
-
-@contextlib.contextmanager
-def _limited(limits: Limits) -> Iterator[None]:
-    """Have messages be large from few bytes on."""
-    new = [
-        (transport, "BULK_BYTES", limits.bulk),
-        (server, "BULK_BYTES", limits.bulk),
-        (server, "IDLE_SECONDS", limits.idle_seconds),
-        (stream, "SHARED_BYTES", limits.shared),
-        (stream, "MAX_UNREAD_BYTES", limits.unread),
-        (bulk_replies, "MAX_UNREAD_BYTES", limits.unread),
-        (wire, "CAPACITY", limits.receive_buffer),
-        (shared_memory, "MIN_SEGMENT_BYTES", 4096),
-        (shared_memory, "MAX_SEGMENTS", limits.segments),
-        (mapped_segments, "MAX_DESCRIPTORS", limits.descriptors),
-    ]
-    old = [(module, name, getattr(module, name)) for module, name, _ in new]
-    for module, name, value in new:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in old:
-            setattr(module, name, value)
 
 
 def _buffers(number: int, size: int) -> list[bytearray]:
