@@ -1,5 +1,8 @@
 """``start_workers``: workers that serve a notebook or a script."""
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import ray
 import targets
@@ -10,6 +13,13 @@ import rayrpc as rpc
 from rayrpc import config, errors
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def title(pid):
+    """Return what ``ps`` shows of a process."""
+    with contextlib.suppress(OSError):  # it has just ended
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0")
+    return ""
 
 
 def reservations():
@@ -33,6 +43,9 @@ def test_workers_serve_until_they_are_stopped(capfd):
 
         assert eventually(printed), seen
         worker = rpc.rpc_sync("carol", targets.pid)
+        assert eventually(lambda: title(worker) == "ray::carol"), title(worker)
+        titles = {title(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+        assert any(each.startswith("ray::me") for each in titles), titles
         group.stop()
         assert eventually(lambda: not alive(worker))
         with pytest.raises(errors.WorkerDiedError, match="carol"):

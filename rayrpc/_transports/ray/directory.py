@@ -357,7 +357,8 @@ class DirectoryActor:
         while True:
             try:
                 actor = await loop.run_in_executor(None, member.address.find)
-                await actor.watch.remote(member.token)
+                # `ps` shows it in the process's title while the worker is a member
+                await actor.watch.options(name=member.name).remote(member.token)
                 kind, cause = "left", ""
             except ValueError:
                 kind, cause = "died", "it has ended"

@@ -138,8 +138,9 @@ class RayTransport(Transport):
                     ray.get_runtime_context().get_node_id(), soft=False
                 )
             )
-        remote: Any = ray.remote
-        relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(Relay)
+        relay = ray_api.actor_class(
+            Relay, f"{worker} (relay)", num_cpus=0, concurrency_groups=RELAY_GROUPS
+        )
         name, namespace = self._address
         return relay.options(name=name, namespace=namespace, **options).remote(
             worker, joined, self._plain
