@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import logging
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
 __all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh", "text_of"]
+
+logger = logging.getLogger(__name__)
+
+# How many errors that nobody has asked for a process logs.
+MOST_LOGGED = 100
+
+_unknown = itertools.count(1)
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -36,14 +46,36 @@ class Error:
     Args:
         error (BaseException): the exception.
         remote (Any): its pickled form for other workers, if the error came in that form.
+        call (str): the call that failed: it is logged if the error is collected before anybody has
+            asked for it; empty: nobody need ask.
+        is_known (bool): somebody has asked for the error.
     """
 
     error: BaseException
     remote: Any = None
+    call: str = field(default="", compare=False)
+    is_known: bool = field(default=False, compare=False)
 
     def unwrap(self) -> NoReturn:
         """Raise a copy of the error; see ``fresh``."""
+        self.is_known = True
         raise fresh(self.error)
+
+    def __del__(self) -> None:
+        if self.call and not self.is_known and not sys.is_finalizing():
+            _log_unknown(self)
+
+
+def _log_unknown(error: Error) -> None:
+    number = next(_unknown)
+    if number <= MOST_LOGGED:
+        logger.warning(
+            "%s failed, and the program has not asked for the error: %s",
+            error.call,
+            text_of(error.error),
+        )
+    elif number == MOST_LOGGED + 1:
+        logger.warning("further errors that the program does not ask for are not logged")
 
 
 def fresh(error: E) -> E:
@@ -103,6 +135,7 @@ def complete(future: Any, outcome: Outcome[Any]) -> None:
         outcome: an error that is no ``Exception`` becomes a RuntimeError, as in torch.
     """
     if future.done():
+        _forget(outcome)
         return
     try:
         if isinstance(outcome, Value):
@@ -112,14 +145,23 @@ def complete(future: Any, outcome: Outcome[Any]) -> None:
         if not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         # as Future.set_exception does, but each wait() raises a copy of its own
-        future._set_unwrap_func(functools.partial(_raise_fresh, error.with_traceback(None)))
+        raise_error = functools.partial(_raise_fresh, outcome, error.with_traceback(None))
+        future._set_unwrap_func(raise_error)
         future.set_result(error)
     except RuntimeError:
         if not future.done():  # else the program was faster, just now
             raise
+        _forget(outcome)
 
 
-def _raise_fresh(error: BaseException, value: Any) -> Any:
+def _forget(outcome: Outcome[Any]) -> None:
+    """Drop an outcome: the program has completed the Future itself."""
+    if isinstance(outcome, Error):
+        outcome.is_known = True
+
+
+def _raise_fresh(outcome: Error, error: BaseException, value: Any) -> Any:
+    outcome.is_known = True
     if value is error:
         raise fresh(error)
     return value  # the program's, which was faster

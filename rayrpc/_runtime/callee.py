@@ -23,9 +23,8 @@ from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import Invocation, user_function
 from rayrpc._runtime.operators import as_schema_says, run_operator
-from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
 from rayrpc._runtime.serialization.tensors import NoDeviceError
@@ -240,7 +239,7 @@ class Callee:
             if self.before_reply is not None:
                 self.before_reply()
             if entry.cell is not None:
-                return self._keep(frame, entry.cell, outcome, call)
+                return self._keep(frame, entry, outcome, call)
             if isinstance(outcome, Error):
                 return self._error(frame, outcome.error)
             return self._value(frame, outcome.value, call)
@@ -249,14 +248,17 @@ class Callee:
                 self._calls.pop(entry, None)
 
     def _keep(
-        self, frame: Frame, cell: Cell, outcome: Outcome[Any], call: IncomingCall | None
+        self, frame: Frame, entry: ServedCall, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
+        assert entry.cell is not None
         if isinstance(outcome, Error):
             # its traceback's frames would keep the function's arguments alive
             remote = self._describe(frame, outcome.error)
-            outcome = Error(outcome.error.with_traceback(None), remote)
-        cell.set(outcome)
+            name = "a function" if entry.func is None else user_function(entry.func)
+            named = name and f"The call of {name} by remote on RPC worker {self._me.name!r}"
+            outcome = Error(outcome.error.with_traceback(None), remote, named)
+        entry.cell.set(outcome)
         meta = None if call is None else self._reply_meta(call, "after_kept")
         return self._frame(frame, Kind.VALUE, _NONE, meta)
 
@@ -318,6 +320,7 @@ class Callee:
 
     def _fetched(self, frame: Frame, outcome: Outcome[Any], call: IncomingCall | None) -> Frame:
         if isinstance(outcome, Error):
+            outcome.is_known = True
             return self._error(frame, outcome.error, outcome.remote)
         return self._value(frame, outcome.value, call)
 

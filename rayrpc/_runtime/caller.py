@@ -22,7 +22,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.call_errors import shut_down, timed_out
-from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of
+from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of, meta_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import NOTHING, Invocation, is_prompt
 from rayrpc._runtime.open_call import OpenCall, Request, Send
@@ -130,7 +130,7 @@ class Caller:
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
-            meta = _meta(call, hooks, payload)
+            meta = meta_of(call, hooks, payload)
             frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
         return Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func), frame
 
@@ -150,7 +150,7 @@ class Caller:
         call = self._outgoing(mode, to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
             payload = self._encode(to, call.invocation)
-            meta = _meta(call, hooks, payload)
+            meta = meta_of(call, hooks, payload)
             frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
@@ -171,7 +171,7 @@ class Caller:
             rref_id, fork_id = self._rrefs.new_id(), self._rrefs.new_id()
             try:
                 rref = self._rrefs.announce(rref_id, fork_id, to.id)
-                frame = self._frame(Kind.REMOTE, to, payload, _meta(call, hooks, payload), func)
+                frame = self._frame(Kind.REMOTE, to, payload, meta_of(call, hooks, payload), func)
                 frame.rref_id, frame.fork_id = rref_id, fork_id
                 creation = rref._begin_creation()
                 for hook in hooks:
@@ -203,7 +203,7 @@ class Caller:
         if hooks:
             call = self._outgoing("fetch", to, NOTHING)
             with all_of([hook.before_send(call) for hook in hooks]):
-                meta = _meta(call, hooks)
+                meta = meta_of(call, hooks)
         frame = self._frame(Kind.FETCH, to, EMPTY, meta)
         frame.rref_id = rref_id
         request = Request(to, frame.call_id, timeout, (handle,), call, keeps_type=True)
@@ -388,7 +388,8 @@ class Caller:
     def _fail(self, call_id: int, error: BaseException) -> None:
         call = self._open.pop(call_id, None)
         if call is not None and call.end(by_reply=False):
-            self.threads.submit(lambda: call.done(Error(error)))
+            outcome = Error(error) if self._closed else call.failed(error)
+            self.threads.submit(lambda: call.done(outcome))
 
     def finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
@@ -403,14 +404,16 @@ class Caller:
             if call.has_failed:
                 self._on_late_reply(request, outcome)
                 return
-            result: Outcome[Any] = outcome
-            if isinstance(outcome, Value):
+            result: Outcome[Any]
+            if isinstance(outcome, Error):
+                result = call.failed(outcome.error)
+            else:
                 try:
                     result = Value(self._open_reply(request, outcome.value))
                 except BaseException as exc:
                     if isinstance(exc, KeyboardInterrupt) and call.is_cheap(outcome):
                         raise  # it is that of the thread
-                    result = Error(exc)
+                    result = call.failed(exc)
             if call.end(by_reply=True):
                 # only now: a call is active until its callbacks may run
                 self._open.pop(request.id, None)
@@ -464,12 +467,3 @@ class Caller:
     def _take_control(self, to: Member, reply: Frame) -> None:
         if self._worker.members.epochs.get(to.id) == to.epoch:  # no successor has its id
             self._rrefs.on_control(to.id, reply.ack, reply.control)
-
-
-def _meta(call: OutgoingCall, hooks: list[Hook], payload: Payload = EMPTY) -> dict[str, Any] | None:
-    """Return what the hooks send with an encoded call."""
-    call.payload = payload
-    for hook in hooks:
-        hook.after_encode(call)
-    call.payload = None  # its buffers may be large
-    return call.meta or None

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.messages import Payload, size_of
+from rayrpc._protocol.messages import EMPTY, Payload, size_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import WorkerDiedError
 
-__all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of"]
+__all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of", "meta_of"]
 
 
 @dataclass(slots=True)
@@ -153,3 +153,14 @@ def _entered_in_turn(steps: Sequence[AbstractContextManager[Any]]) -> Iterator[N
         for step in steps:
             stack.enter_context(step)
         yield
+
+
+def meta_of(
+    call: OutgoingCall, hooks: list[Hook], payload: Payload = EMPTY
+) -> dict[str, Any] | None:
+    """Return what the hooks send with an encoded call."""
+    call.payload = payload
+    for hook in hooks:
+        hook.after_encode(call)
+    call.payload = None  # its buffers may be large
+    return call.meta or None

@@ -19,7 +19,11 @@ __all__ = [
     "To",
     "is_prompt",
     "prompt",
+    "user_function",
 ]
+
+# Its functions call methods of RRefs' values.
+PROXY_MODULE = "rayrpc._runtime.rrefs.proxy"
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,3 +72,18 @@ def is_prompt(func: object) -> bool:
 
 #: what a fetch runs
 NOTHING = Invocation(lambda: None)
+
+
+def user_function(func: object) -> str:
+    """Return the name of a user's function, for messages; empty if it is one of rayrpc itself.
+
+    Args:
+        func: what a call runs; a text: the name of a method of an RRef's value.
+    """
+    if isinstance(func, str):
+        return func
+    module = getattr(func, "__module__", None) or ""
+    if module == PROXY_MODULE:
+        return "a method of an RRef's value"
+    name = getattr(func, "__qualname__", None) or type(func).__qualname__
+    return "" if module.startswith("rayrpc._") else str(name)

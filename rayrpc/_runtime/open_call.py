@@ -15,6 +15,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.hooks import OutgoingCall
+from rayrpc._runtime.invocation import user_function
 
 __all__ = ["OpenCall", "Request", "Send"]
 
@@ -91,6 +92,10 @@ class OpenCall:
         self._ends.append(by_reply)
         return self._ends[0] == by_reply
 
+    def failed(self, error: BaseException) -> Error:
+        """Return the outcome of a call with an error, which is logged if nobody asks for it."""
+        return Error(error, None, _named(self.request))
+
     @property
     def future(self) -> Any:
         """What the user waits with; None if that is something else, or not known."""
@@ -115,6 +120,14 @@ class OpenCall:
         The reply to ``remote`` has nothing to decode, and no user's code waits for it.
         """
         return self.on_created is not None and not _may_run_users_code(outcome)
+
+
+def _named(request: Request) -> str:
+    """Return what to call a user's call in a message; empty for a call of rayrpc itself."""
+    if request.func is None:
+        return f"A fetch from RPC worker {request.to.name!r}"
+    name = user_function(request.func)
+    return f"The call of {name} on RPC worker {request.to.name!r}" if name else ""
 
 
 def _may_run_users_code(outcome: Outcome[Frame]) -> bool:

@@ -147,7 +147,10 @@ class RRef(Generic[T]):
 
     def _raise_creation_error(self) -> None:
         outcome = None if self._creation is None else self._creation.value
-        if isinstance(outcome, Error) and isinstance(outcome.error, CallTimeoutError):
+        if not isinstance(outcome, Error):
+            return
+        outcome.is_known = True
+        if isinstance(outcome.error, CallTimeoutError):
             raise CallTimeoutError(
                 "RRef creation via rpc.remote timed out, and it is possible that the RRef on the "
                 f"owner node does not exist: {outcome.error}"
