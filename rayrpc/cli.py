@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run an unmodified script on Ray",
         usage="%(prog)s [-h] [--address ADDRESS] [--config FILE] [--set KEY=VALUE] "
-        "[--working-dir FOLDER] [--trace FILE] (SCRIPT | -m MODULE) ARGS ...",
+        "[--working-dir FOLDER] [--log-dir FOLDER] [--trace FILE] (SCRIPT | -m MODULE) ARGS ...",
         description="Run a script, a module or a Python command (torchrun) as python would, with "
         "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "--working-dir",
         metavar="FOLDER",
         help="sent to hosts that do not have it (default: the script's folder)",
+    )
+    run.add_argument(
+        "--log-dir", metavar="FOLDER", help="keep what each rank prints in a file there"
     )
     run.add_argument(
         "--trace",
@@ -111,6 +114,8 @@ def _settings(options: argparse.Namespace) -> config.Settings:
         overrides["address"] = options.address
     if getattr(options, "working_dir", None) is not None:
         overrides["working_dir"] = options.working_dir
+    if getattr(options, "log_dir", None) is not None:
+        overrides["log_dir"] = os.path.abspath(options.log_dir)  # the program may change its folder
     return config.load(options.config, **overrides)
 
 

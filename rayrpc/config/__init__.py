@@ -242,6 +242,15 @@ class Settings:
     log_to_terminal: bool = key(
         True, FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
     )
+    prefix_output: Literal["auto", "always", "never"] = key(
+        "auto",
+        choice("auto", "always", "never"),
+        "Whether each line of a worker's output begins with its name, and its host if there are "
+        "several. `auto`: those of ranks on a terminal, and those of served workers.",
+    )
+    log_dir: str | None = key(
+        None, TEXT, "Folder for files of the workers' output, one a worker. None: none are kept."
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -11,7 +11,8 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
 - ``capture``: what a worker's process prints goes into pipes.
 - ``collector``: the reader of a node's pipes, here or in an actor there (``output_relay``).
-- ``display``: the collected text on this process's terminal; ``output`` ties these four together.
+- ``display``: the collected text on this process's terminal, with ``line_prefixes``;
+  ``log_files``: the same in files; ``output`` ties all these together.
 - ``child_ranks``: ranks that stay processes of torch's.
 - ``interrupt``: the end of a run by Ctrl-C.
 - ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.

@@ -20,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rayrpc import config
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc._transports.ray.raylet_watch import LOST_SECONDS, end_with_raylet
 from rayrpc.launch.capture import Capture
@@ -253,11 +254,12 @@ def start_hosted(
     Returns:
         The actors by worker.
     """
-    remote: Any = ray.remote
-    actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
-    shared = (program, this_node(), settings.to_dict())
+    own = settings.replace(log_dir=None)  # its files are those of the process that starts it
+    shared = (program, this_node(), own.to_dict())
     return {
-        worker: actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
+        worker: ray_api.actor_class(HostedWorker, worker, concurrency_groups=CONCURRENCY_GROUPS)
+        .options(**options, **named(worker, settings))
+        .remote(worker, *shared)
         for worker, options in placed.items()
     }
 

@@ -23,8 +23,11 @@ from ray.actor import ActorHandle
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.waiting import Notifier
 from rayrpc._transports.ray import ray_api
+from rayrpc.config import Settings
 from rayrpc.launch.collector import Collector
 from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, STATUS, Display, Text
+from rayrpc.launch.line_prefixes import line_prefixes
+from rayrpc.launch.log_files import LogFiles
 from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
 from rayrpc.launch.placement import this_node
 
@@ -42,15 +45,16 @@ class Output:
     """What some workers print.
 
     Args:
-        actors (dict[str, ActorHandle]): by worker; empty: their output is not captured.
-        prefixes (dict[str, str]): by worker, what to put before each line; none: "".
+        actors (dict[str, ActorHandle]): by worker.
+        settings (Settings): say what is shown, how, and what is kept.
+        prefixed (bool): lines have prefixes, unless the settings say otherwise.
     """
 
     def __init__(
-        self, actors: Mapping[str, ActorHandle[Any]], prefixes: Mapping[str, str] | None = None
+        self, actors: Mapping[str, ActorHandle[Any]], settings: Settings, prefixed: bool = False
     ) -> None:
-        prefixes = prefixes or {}
-        self._display = Display(prefixes)
+        self._display: Display | None = None
+        self._files = LogFiles(settings.log_dir) if settings.log_dir else None
         self._display_lock = threading.Lock()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -64,13 +68,16 @@ class Output:
         self._relays: list[Any] = []
         #: by worker, what its ``Capture`` needs
         self.addresses: dict[str, str] = {}
-        if actors:
-            self._open(actors, by_line=any(prefixes.values()))
+        if settings.log_to_terminal or self._files is not None:
+            nodes = _nodes_of(actors)
+            prefixes = {}
+            if settings.log_to_terminal:
+                prefixes = line_prefixes(_hosts_of(nodes), settings, prefixed)
+                self._display = Display(prefixes)
+            self._open(nodes, by_line=bool(prefixes))
             _opened.add(self)
 
-    def _open(self, actors: Mapping[str, ActorHandle[Any]], by_line: bool) -> None:
-        refs = [actor.node_id.remote() for actor in actors.values()]
-        nodes = dict(zip(actors, ray.get(refs), strict=True))
+    def _open(self, nodes: Mapping[str, str], by_line: bool) -> None:
         collectors: dict[str, str] = {}
         here = this_node()
         counts = Counter(nodes.values())
@@ -109,7 +116,10 @@ class Output:
             self._showing += 1
         with self._display_lock:
             # in an empty context, a notebook shows them in the cell that runs
-            contextvars.Context().run(self._display.show, texts)
+            if self._display is not None:
+                contextvars.Context().run(self._display.show, texts)
+            if self._files is not None:
+                self._files.write(texts)
         with self._lock:
             self._showing -= 1
             self._shown_at = time.monotonic()
@@ -183,6 +193,22 @@ class Output:
         if ray.is_initialized():
             for relay in relays:
                 ray.kill(relay)
+        if self._files is not None:
+            with self._display_lock:
+                self._files.close()
+
+
+def _nodes_of(actors: Mapping[str, ActorHandle[Any]]) -> dict[str, str]:
+    """Return the ids of workers' nodes."""
+    return dict(
+        zip(actors, ray.get([each.node_id.remote() for each in actors.values()]), strict=True)
+    )
+
+
+def _hosts_of(nodes: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of workers' hosts."""
+    names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+    return {worker: names.get(node, node) for worker, node in nodes.items()}
 
 
 def show_stacks(timeout: float) -> None:

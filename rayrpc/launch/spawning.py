@@ -304,7 +304,7 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
         nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
         targets = arguments.targets(nodes, here)
         folders = send_folder(program, settings, list(actors.values()))
-        output = Output(actors if settings.log_to_terminal else {})
+        output = Output(actors, settings)
         refs = [
             actor.run.remote(
                 rank, targets[rank], enter_shim, output.addresses.get(name), folders[rank]
@@ -333,7 +333,8 @@ def _dump_shim(settings: config.Settings) -> bytes | None:
     install = get_install()
     if install is None:
         return None
-    return pickle.dumps(Shim(settings.to_dict(), install, start_processes).enter)
+    own = settings.replace(log_dir=None)  # see start_hosted
+    return pickle.dumps(Shim(own.to_dict(), install, start_processes).enter)
 
 
 def start_processes(

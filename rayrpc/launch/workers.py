@@ -208,8 +208,7 @@ def start_into(
     output: Output | None = None
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
-        captured = actors if settings.log_to_terminal else {}
-        output = Output(captured, {name: f"({name}) " for name in actors})
+        output = Output(actors, settings, prefixed=True)
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [

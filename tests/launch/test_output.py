@@ -1,5 +1,7 @@
 """What ranks and workers print, on a cluster."""
 
+import sys
+
 import pytest
 from conftest import ROOT, python_path
 from launching import runner
@@ -151,3 +153,44 @@ def test_a_notebook_shows_what_a_call_printed_in_its_cell(ray_cluster, monkeypat
     asyncio.run(client.async_execute())
     texts = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
     assert texts[1:3] == ["(w) line 1\n", "(w) line 2\n"]
+
+
+SAYS = """
+import sys
+import torch.multiprocessing as mp
+
+def main(rank, text):
+    print(text, rank, flush=True)
+    sys.stderr.write(f"error {rank}")
+
+if __name__ == "__main__":
+    mp.spawn(main, args=("out",), nprocs=2)
+    mp.spawn(main, args=("again",), nprocs=1)
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("shows", [True, False])
+def test_a_file_a_rank_keeps_what_it_prints(run, tmp_path, shows):
+    logs = tmp_path / "logs"
+    one = run(SAYS, options=("--log-dir", str(logs), "--set", f"log_to_terminal={shows}"))
+    assert one.end() == 0, one.output[-2000:]
+    texts = {path.name: path.read_text() for path in logs.iterdir()}
+    assert sorted(texts) == ["rank0.log", "rank1.log"]
+    for text in ("out 0\n", "error 0", "again 0\n"):
+        assert text in texts["rank0.log"]
+    assert "out 1\n" in texts["rank1.log"] and "error 1" in texts["rank1.log"]
+    assert ("out 1" in one.output) == shows and "(rank" not in one.output
+
+
+ON_A_TERMINAL = "import pty, os, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_on_a_terminal_each_line_names_its_rank(start, script):
+    command = sys.executable, "-m", "rayrpc", "run", script(SAYS)
+    one = start("-c", ON_A_TERMINAL, *command, NO_COLOR=None)
+    assert one.end() == 0, one.output[-2000:]
+    for number, colour in ((0, 36), (1, 33)):
+        name = f"\x1b[{colour}m(rank{number})\x1b[0m "
+        assert f"{name}out {number}" in one.output and f"{name}error {number}" in one.output
