@@ -1,0 +1,92 @@
+"""What can be seen of a group on several hosts, from any of them."""
+
+import json
+import sys
+
+import pytest
+from host_cluster import cluster_of_hosts
+from host_maker import why_impossible
+from host_ranks import started_ranks
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
+]
+
+FILE = "/tmp/ray/trace.json"  # each host has a /tmp/ray of its own
+CALLS = """
+import torch
+import torch.distributed.rpc as rpc, torch.multiprocessing as mp
+
+def run(rank):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        for _ in range(20):
+            rpc.rpc_sync("w1", torch.add, args=(torch.ones(2), 1))
+    print("called", flush=True)
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    mp.spawn(run, nprocs=2)
+"""
+ON_TWO_HOSTS = "workers={rank0: {resources: {node:%s: 0.01}}, rank1: {resources: {node:%s: 0.01}}}"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with cluster_of_hosts(peer_timeout=10.0, count=2) as (hosts, environ):
+        yield hosts, environ
+
+
+def rayrpc(cluster, number, *words, timeout=60):
+    hosts, environ = cluster
+    command = [sys.executable, "-m", "rayrpc", *words]
+    return hosts.run(number, *command, timeout=timeout, environ=environ)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_any_host_shows_the_workers_and_calls_of_all(cluster, number):
+    hosts, environ = cluster
+    with started_ranks(hosts, environ, [1, 2]) as (first, second):
+        first.tell("nap w1 60")
+        first.wait_for("napping")
+        (group,) = json.loads(rayrpc(cluster, number, "status", "--json"))
+        places = {each["name"]: each["node"] for each in group["workers"]}
+        assert places == {"w0": hosts.address(1), "w1": hosts.address(2)}
+        assert [(each["host"], each["hosted"]) for each in group["workers"]] == [
+            ("host1", False),
+            ("host2", False),
+        ]
+        (call,) = group["calls"]
+        assert (call["from"], call["to"], call["state"]) == ("w0", "w1", "running")
+        text = rayrpc(cluster, number, "stack")
+        assert "w0 waits for w1 (nap, " in text and ", which is at " in text
+        assert f"-- w1 (node {hosts.address(2)}, " in text
+        for each in (first, second):
+            each.close()
+
+
+def test_ranks_of_two_hosts_are_traced_and_their_lines_have_their_hosts(cluster):
+    hosts, environ = cluster
+    write = "import sys; open('/tmp/ray/calls.py', 'w').write(sys.argv[1])"
+    hosts.run(1, sys.executable, "-c", write, CALLS)
+    settings = ["--set", ON_TWO_HOSTS % (hosts.address(1), hosts.address(2))]
+    settings += ["--set", "prefix_output=always"]
+    words = ["run", *settings, "--trace", FILE, "/tmp/ray/calls.py"]
+    more = hosts, {**environ, "MASTER_PORT": "29501"}
+    output = rayrpc(more, 1, *words, timeout=150)
+    assert sorted(output.splitlines()) == [
+        "(rank0 on host1) called",
+        "(rank1 on host2) called",
+    ]
+    events = json.loads(hosts.run(1, "cat", FILE))["traceEvents"]
+    names = sorted(e["args"]["name"] for e in events if e["name"] == "process_name")
+    assert [name.partition(",")[0] for name in names] == [
+        f"w0 ({hosts.address(1)}",
+        f"w1 ({hosts.address(2)}",
+    ]
+    made = [e for e in events if e.get("ph") == "X" and e["name"].endswith("add -> w1")]
+    ran = [e for e in events if e.get("ph") == "X" and e["name"] == "torch.add"]
+    assert len(made) == len(ran) == 20
+    assert {e["pid"] for e in made} == {0} and {e["pid"] for e in ran} == {1}
