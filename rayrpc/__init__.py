@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
-    from rayrpc.observe import profile, status
+    from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
     from rayrpc.rref import PyRRef, RRef
 
@@ -56,6 +56,7 @@ __all__ = [
     "remote",
     "rpc_async",
     "rpc_sync",
+    "rrefs",
     "settings",
     "shutdown",
     "spawn",
@@ -94,7 +95,7 @@ _HOMES = {
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
-    "rayrpc.observe": ("profile", "status"),
+    "rayrpc.observe": ("profile", "rrefs", "status"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = (

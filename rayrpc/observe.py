@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from rayrpc._concurrency.clocks import Clock, measure
 from rayrpc._observe import trace
 from rayrpc._observe.group_status import GroupStatus
+from rayrpc._observe.rref_list import RRefList
 from rayrpc._observe.trace_file import Trace
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
@@ -19,7 +21,7 @@ from rayrpc._runtime.invocation import Invocation
 from rayrpc.api import NOT_INITIALIZED
 from rayrpc.errors import CallError, NotInitializedError
 
-__all__ = ["profile", "status"]
+__all__ = ["profile", "rrefs", "status"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,35 @@ def status(timeout: float = 5.0) -> GroupStatus:
     return GroupStatus.of(agent.key, str(agent.member.origin), answers)
 
 
+def rrefs(timeout: float = 5.0) -> RRefList:
+    """Return the RRefs that workers of this process's group hold.
+
+    An RRef is listed while a worker other than the owner holds it.
+
+    Args:
+        timeout (float): in seconds; what a worker knows that does not answer until then is missing.
+
+    Returns:
+        RRefList: a list of ``RRefEntry`` (``id``, ``owner``, ``type``, ``made``, ``holders``);
+        ``str()`` gives a table, and a notebook shows it as HTML.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Example:
+        >>> print(rpc.rrefs())
+
+    Source: rayrpc's own.
+    """
+    agent = _agent()
+    answers = [
+        (member.id, answer)
+        for member, answer in agent.inspect(b"rrefs", timeout)
+        if isinstance(answer, bytes) and answer
+    ]
+    return RRefList.of({member.id: member.name for member in agent.members()}, answers)
+
+
 @contextlib.contextmanager
 def profile(path: str | Path | None = None) -> Iterator[Trace]:
     """Record the calls among all workers of this process's group, as one trace.
@@ -79,16 +110,21 @@ def profile(path: str | Path | None = None) -> Iterator[Trace]:
     agent = _agent()
     others = [member for member in agent.members() if member.token != agent.member.token]
     made = Trace(names={member.id: member.name for member in agent.members()})
+    run = uuid.uuid4().hex
     started: list[Member] = []
     try:
         for member in others:
-            agent.caller.sync(member, Invocation(trace.start), START_SECONDS)
+            try:
+                agent.caller.sync(member, Invocation(trace.start, (run,)), START_SECONDS)
+            except BaseException:  # it may begin yet
+                agent.caller.future(member, Invocation(trace.stop, (run,)), STOP_SECONDS)
+                raise
             started.append(member)
-        trace.start()  # last, and ended first: the trace has no calls of its own
+        trace.start(run)  # last, and ended first: the trace has no calls of its own
         started.append(agent.member)
         yield made
     finally:
-        _collect(agent, started[::-1], made)
+        _collect(agent, run, started[::-1], made)
         if path is not None and made.parts:
             made.write(path)
 
@@ -99,14 +135,14 @@ def _agent() -> Agent:
     return current.get_agent()
 
 
-def _collect(agent: Agent, members: list[Member], made: Trace) -> None:
+def _collect(agent: Agent, run: str, members: list[Member], made: Trace) -> None:
     """End a trace on all workers, and take what they have recorded."""
     for member in members:
         try:
             if member.token == agent.member.token:
-                part, clock = trace.stop(), Clock()
+                part, clock = trace.stop(run), Clock()
             else:
-                part = agent.caller.sync(member, Invocation(trace.stop), STOP_SECONDS)
+                part = agent.caller.sync(member, Invocation(trace.stop, (run,)), STOP_SECONDS)
                 ask = functools.partial(
                     agent.caller.sync, member, Invocation(trace.clock_here), START_SECONDS
                 )

@@ -16,6 +16,7 @@ from rayrpc._observe.call_log import CallLog
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.slow_calls import SlowCalls
+from rayrpc._observe.stacks import set_waits
 from rayrpc._observe.trace import trace_until_shutdown
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Member
@@ -188,7 +189,10 @@ def make_agent(
     contexts.attach(agent)
     if settings.log_level == "DEBUG":
         agent.hooks.append(CallLog(agent))
-    agent.callee.inspect = Inspector(agent, transport.is_hosted).answer
+    inspector = Inspector(agent, transport.is_hosted)
+    agent.callee.inspect = inspector.answer
+    set_waits(inspector.waits_in_words)
+    agent.on_shutdown(lambda: set_waits(None))
     if collector := os.environ.get(TRACE_VARIABLE):
         _trace_run(agent, f"{key}:{snapshot.session}", collector)
     if settings.slow_call:

@@ -22,6 +22,12 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def thread_states(pid: int) -> set[str]:
+    """Return the states of a process's threads; ``{"T"}``: all are stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
 def processes_of(folder: str) -> list[str]:
     """Return the command lines of processes that belong to a local cluster kept in a folder."""
     found = []

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -81,6 +82,41 @@ def test_ctrl_c_ends_the_ranks(run):
     os.killpg(one.process.pid, signal.SIGINT)
     assert one.end(60) == 130  # the ranks would sleep longer
     assert eventually(functools.partial(are_gone, pids))
+
+
+WAITS = """
+import os, time
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+def block():
+    print("it blocks", flush=True)
+    time.sleep(1000)
+
+def main(rank):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    if rank == 0:
+        rpc.rpc_sync("w1", block)
+    rpc.shutdown()
+
+if __name__ == "__main__":
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29671")
+    mp.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ctrl_c_shows_where_ranks_were_and_what_they_waited_for(run):
+    one = run(WAITS)
+    one.wait_for("it blocks")
+    os.killpg(one.process.pid, signal.SIGINT)
+    assert one.end(60) == 130
+    assert re.search(
+        r'-- Worker rank0 .*rpc.rpc_sync\("w1", block\)\n  waits for w1 \(block, [\d.]+ s\)\n',
+        one.output,
+        re.DOTALL,
+    ), one.output
+    assert re.search(r"-- Worker rank1 .*in block\n", one.output, re.DOTALL), one.output
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rayrpc._observe.stacks import place_of
+from rayrpc._observe.tables import aligned, as_html, duration
 from rayrpc._observe.waits import Step, Waits
 from rayrpc._protocol.membership import Member
 
@@ -153,11 +154,11 @@ class GroupStatus:
         Args:
             before: the same group some time ago, to show how many calls there were a second.
         """
-        lines = [self._title(), *_aligned(_WORKER_COLUMNS, self._worker_rows(before))]
+        lines = [self._title(), *aligned(_WORKER_COLUMNS, self._worker_rows(before))]
         lines += self._absent()
         calls = self.calls
         if calls:
-            lines += ["", *_aligned(_CALL_COLUMNS, _call_rows(calls[:MOST_CALLS]))]
+            lines += ["", *aligned(_CALL_COLUMNS, _call_rows(calls[:MOST_CALLS]))]
         if len(calls) > MOST_CALLS:
             lines.append(f"... and {len(calls) - MOST_CALLS} more calls")
         return "\n".join([*lines, *self._circles()])
@@ -211,9 +212,9 @@ class GroupStatus:
 
     def _repr_html_(self) -> str:
         parts = [f"<p>{html.escape(self._title())}</p>"]
-        parts.append(_table(_WORKER_COLUMNS, self._worker_rows(None)))
+        parts.append(as_html(_WORKER_COLUMNS, self._worker_rows(None)))
         if self.calls:
-            parts.append(_table(_CALL_COLUMNS, _call_rows(self.calls[:MOST_CALLS])))
+            parts.append(as_html(_CALL_COLUMNS, _call_rows(self.calls[:MOST_CALLS])))
         rest = [line for line in [*self._absent(), *self._circles()] if line]
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in rest)])
 
@@ -232,7 +233,7 @@ def _worker_row(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
         report["node"],
         str(report["pid"]),
         "hosted" if report["hosted"] else "attached",
-        _duration(report["seconds"]),
+        duration(report["seconds"]),
         count("sent"),
         count("served"),
         f"{slots['busy']}/{slots['limit']}",
@@ -248,7 +249,7 @@ def _call_rows(calls: Iterable[Mapping[str, Any]]) -> list[list[str]]:
         [
             f"{call['from']} -> {call['to']}",
             call["function"],
-            _duration(call["seconds"]),
+            duration(call["seconds"]),
             call["state"],
         ]
         for call in calls
@@ -263,7 +264,7 @@ def _stack_lines(report: Mapping[str, Any], waits: Waits) -> list[str]:
         role = ""
         if thread["serves"]:
             call = waits.served(thread["serves"])
-            role = f", runs {call['function']} for {call['from']} ({_duration(call['seconds'])})"
+            role = f", runs {call['function']} for {call['from']} ({duration(call['seconds'])})"
         lines.append(f"thread {thread['name']}{role}:")
         for frame in thread["stack"]:
             lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["function"]}')
@@ -278,7 +279,7 @@ def _chain_text(chain: Sequence[Step]) -> str:
     text = first.worker
     for step in chain:
         how = "" if step.state == "running" else f", {step.state}"
-        text += f" waits for {step.to} ({step.function}, {_duration(step.seconds)}{how}), which"
+        text += f" waits for {step.to} ({step.function}, {duration(step.seconds)}{how}), which"
     last, text = chain[-1], text.removesuffix(", which")
     if place := place_of(last.stack):
         how = ", which is at" if last.state == "running" else ", behind a call that is at"
@@ -288,28 +289,3 @@ def _chain_text(chain: Sequence[Step]) -> str:
 
 def _circle_text(circle: Sequence[str]) -> str:
     return " -> ".join([*circle, circle[0]])
-
-
-def _duration(seconds: float) -> str:
-    """Return a time for people: ``0.31 s``, ``12.4 s``, ``7 min 12 s``, ``3 h 5 min``."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    if minutes < 60:
-        return f"{minutes} min {int(seconds) % 60} s"
-    return f"{minutes // 60} h {minutes % 60} min"
-
-
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (list(header), *rows)]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(each)}</th>" for each in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(each)}</td>" for each in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"

@@ -21,7 +21,9 @@ from typing import Any
 from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import LatencyProfile
+from rayrpc._observe.rref_list import rref_report
 from rayrpc._observe.stacks import users_stack
+from rayrpc._observe.tables import duration
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import NOTHING, Invocation
 from rayrpc._runtime.open_call import OpenCall, Request
@@ -92,7 +94,13 @@ class Inspector:
         self._since = time.monotonic()
 
     def answer(self, what: bytes) -> bytes:
-        """Return a report as JSON; with the threads' stacks if ``what`` is ``b"stacks"``."""
+        """Return a report as JSON.
+
+        Args:
+            what: ``b"stacks"``: with the threads' stacks; ``b"rrefs"``: of the RRefs alone.
+        """
+        if what == b"rrefs":
+            return rref_report(*self._agent.rrefs.listed())
         return json.dumps(self.report(with_stacks=what == b"stacks")).encode()
 
     def report(self, with_stacks: bool = False) -> dict[str, Any]:
@@ -138,6 +146,19 @@ class Inspector:
             "calls": [self._sent(request, now) for request in open_requests(agent)],
             "serving": [self._served(call, served, now) for call in served],
             "threads": list(_threads(waits, serves, with_stacks)),
+        }
+
+    def waits_in_words(self) -> dict[int, list[str]]:
+        """Return which calls threads wait for, by their ident, for people."""
+        now = time.monotonic()
+        texts = {}
+        for request in open_requests(self._agent):
+            call = self._sent(request, now)
+            how_long = duration(call["seconds"])
+            texts[call["key"]] = f"{call['to']} ({call['function']}, {how_long})"
+        return {
+            ident: [texts[key] for key in keys if key in texts]
+            for ident, keys in self._waits().items()
         }
 
     # -- calls --------------------------------------------------------------------------------

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["dumped_stacks", "place_of", "python_stacks", "users_stack"]
+__all__ = ["dumped_stacks", "place_of", "python_stacks", "set_waits", "users_stack"]
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
@@ -41,7 +42,6 @@ def users_stack(frame: FrameType) -> list[dict[str, Any]]:
             "users": _is_users(each.filename),
         }
         for each in stack
-        if not each.filename.startswith(_PACKAGE)
     ]
 
 
@@ -55,25 +55,45 @@ def place_of(stack: Sequence[Mapping[str, Any]]) -> str:
     return f"{frame['file']}:{frame['line']}, in {frame['function']}" if frame is not None else ""
 
 
+# Returns, by ident, what threads wait for; see ``set_waits``.
+_waits: Callable[[], Mapping[int, Sequence[str]]] = dict
+
+
+def set_waits(waits: Callable[[], Mapping[int, Sequence[str]]] | None) -> None:
+    """Have ``python_stacks`` tell which calls threads wait for.
+
+    Args:
+        waits: returns texts by the thread's ident; None: this process is no worker any more.
+    """
+    global _waits
+    _waits = waits or dict
+
+
 def python_stacks(name: str, main: int) -> str:
     """Return where this process's main is, and other threads that run users' functions.
+
+    Frames of rayrpc are left out.  Threads that wait for calls are listed with what they wait for.
 
     Args:
         name (str): of the worker.
         main (int): ident of the thread that runs its main.
     """
     found = []
+    waits: Mapping[int, Sequence[str]] = {}
+    with contextlib.suppress(Exception):  # the worker may just be shut down
+        waits = _waits()
     for ident, frame in sys._current_frames().items():
         stack = traceback.extract_stack(frame)
         if (users := _from_users(stack)) or ident == main:
-            found.append("".join(traceback.format_list(users or stack)))
+            calls = [f"  waits for {each}\n" for each in waits.get(ident, ())]
+            found.append("".join([*traceback.format_list(users or stack), *calls]))
     return _text(name, os.getpid(), found)
 
 
-def _from_users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Return a stack from the first function of a user on; none: it has none."""
+def _from_users(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return a stack from the first function of a user on, without rayrpc's; none: it has none."""
     first = next((i for i, entry in enumerate(stack) if _is_users(entry.filename)), len(stack))
-    return stack[first:]
+    return [each for each in stack[first:] if not each.filename.startswith(_PACKAGE)]
 
 
 def dumped_stacks(name: str, pid: int, dump: str) -> str:

@@ -6,6 +6,7 @@ nothing.  ``trace_file`` makes one picture of what all workers have recorded.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -41,11 +42,13 @@ class TraceHook(Hook):
     Args:
         member (Member): the worker.
         group (str): see ``Part``.
+        run (str): names the trace that it is for.
     """
 
     name = "trace"
 
-    def __init__(self, member: Member, group: str = "") -> None:
+    def __init__(self, member: Member, group: str = "", run: str = "") -> None:
+        self.run = run
         self.part = Part(member.name, member.node, member.id, os.getpid(), group=group)
         self._next_number = itertools.count(1).__next__
 
@@ -146,25 +149,35 @@ def _hook() -> TraceHook | None:
     return next((hook for hook in hooks if isinstance(hook, TraceHook)), None)
 
 
+# Traces that have ended; the call that was to begin one here may come yet.
+_ended: collections.deque[str] = collections.deque(maxlen=100)
+
+
 @prompt
-def start() -> None:
-    """Begin to record on this worker.
+def start(run: str) -> None:
+    """Begin to record on this worker, unless the trace has ended.
+
+    Args:
+        run: names the trace.
 
     Raises:
         RuntimeError: a trace is being recorded.
     """
+    if run in _ended:
+        return
     if _hook() is not None:
         raise RuntimeError(
             f"RPC worker {current.get_agent().info.name!r} is being traced: one trace at a time"
         )
-    current.get_agent().hooks.append(TraceHook(current.get_agent().member))
+    current.get_agent().hooks.append(TraceHook(current.get_agent().member, run=run))
 
 
 @prompt
-def stop() -> Part | None:
-    """End it; return what was recorded, None if nothing was."""
+def stop(run: str) -> Part | None:
+    """End a trace on this worker; return what was recorded, None if nothing was."""
     hook = _hook()
-    if hook is None:
+    if hook is None or hook.run != run:
+        _ended.append(run)
         return None
     current.get_agent().hooks.remove(hook)
     return hook.snapshot()

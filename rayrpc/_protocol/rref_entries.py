@@ -53,3 +53,4 @@ class Used:
     state: UserState = UserState.PENDING
     held: bool = True  # a handle is alive in this process
     children: set[GloballyUniqueId] = field(default_factory=set)
+    made: object = None  # where, if in this process

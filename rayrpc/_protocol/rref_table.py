@@ -128,10 +128,16 @@ class RRefTable:
             owned = self.owned[rref_id] = Owned(self._new_cell(), {}, awaits_creation=True)
         return owned.cell
 
-    def use(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> None:
+    def use(
+        self,
+        rref_id: GloballyUniqueId,
+        fork_id: GloballyUniqueId,
+        owner: int,
+        made: object = None,
+    ) -> None:
         """Add a used RRef, whose ``remote`` call this worker sends to ``owner``."""
         if owner not in self._lost:
-            self.used[fork_id] = Used(rref_id, owner, None)
+            self.used[fork_id] = Used(rref_id, owner, None, made=made)
 
     def created(self, fork_id: GloballyUniqueId) -> list[Effect]:
         """Confirm the first fork of a used RRef: the owner replied to the ``remote`` call."""

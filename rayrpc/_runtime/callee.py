@@ -252,6 +252,7 @@ class Callee:
     ) -> Frame:
         """Fill the cell of a ``remote`` call; an error is raised where the RRef is used."""
         assert entry.cell is not None
+        entry.cell.made = entry.func
         if isinstance(outcome, Error):
             # its traceback's frames would keep the function's arguments alive
             remote = self._describe(frame, outcome.error)

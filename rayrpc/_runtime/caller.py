@@ -27,6 +27,7 @@ from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import NOTHING, Invocation, is_prompt
 from rayrpc._runtime.open_call import OpenCall, Request, Send
 from rayrpc._runtime.rrefs.context import Handle
+from rayrpc._runtime.rrefs.creation_site import users_line
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
@@ -170,7 +171,7 @@ class Caller:
             payload = self._encode(to, call.invocation)
             rref_id, fork_id = self._rrefs.new_id(), self._rrefs.new_id()
             try:
-                rref = self._rrefs.announce(rref_id, fork_id, to.id)
+                rref = self._rrefs.announce(rref_id, fork_id, to.id, users_line())
                 frame = self._frame(Kind.REMOTE, to, payload, meta_of(call, hooks, payload), func)
                 frame.rref_id, frame.fork_id = rref_id, fork_id
                 creation = rref._begin_creation()

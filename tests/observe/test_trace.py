@@ -1,20 +1,26 @@
 """A trace of a group: its slices, its arrows, its clocks; and what it must not change."""
 
 import json
+import os
+import signal
 import threading
 from collections import Counter
 
 import pytest
 import torch
 from conftest import eventually
+from launching import thread_states
 from memory_workers import memory_group
 from torch.futures import Future
 
 import rayrpc as rpc
+from rayrpc import observe
 from rayrpc._concurrency.clocks import Clock
 from rayrpc._observe import trace
 from rayrpc._observe.trace import TraceHook
 from rayrpc._observe.trace_file import Made, Part, Served, Trace
+from rayrpc._runtime import current
+from rayrpc.errors import CallTimeoutError
 from rayrpc.functions import async_execution
 
 SIZE = 4000
@@ -268,3 +274,32 @@ def test_a_worker_that_dies_is_left_out_of_the_trace(workers, caplog):
     assert "carol" not in [part.name for part in made.parts]
     assert "the trace lacks the calls of RPC worker 'carol'" in caplog.text
     assert len(slices(check(made), "test_trace.add -> carol")) == 1
+
+
+def test_a_worker_that_begins_late_does_not_go_on_recording(workers, monkeypatch):
+    alice = rpc.rpc_sync("alice", os.getpid)
+    monkeypatch.setattr(observe, "START_SECONDS", 0.2)
+    os.kill(alice, signal.SIGSTOP)
+    try:
+        assert eventually(lambda: thread_states(alice) == {"T"})
+        with pytest.raises(CallTimeoutError), rpc.profile():
+            pass
+    finally:
+        os.kill(alice, signal.SIGCONT)
+    monkeypatch.undo()
+    with rpc.profile() as made:
+        rpc.rpc_sync("alice", add, args=(1,))
+    assert sorted(part.name for part in made.parts) == ["alice", "bob", "driver"]
+
+
+def test_a_trace_that_has_ended_begins_nowhere(monkeypatch):
+    with memory_group() as start:
+        agent = start("a").agent
+        monkeypatch.setattr(current, "get_agent", lambda: agent)
+        assert trace.stop("late") is None
+        trace.start("late")
+        assert not agent.hooks
+        trace.start("next")
+        (hook,) = agent.hooks
+        assert isinstance(hook, TraceHook) and hook.run == "next"
+        assert trace.stop("next") is not None and not agent.hooks

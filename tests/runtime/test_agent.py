@@ -557,7 +557,8 @@ def test_leaks_are_found_also_by_the_last_worker_that_looks(a, b, c):
         thread.join(WAIT)
     c.agent.shutdown()  # releases its RRef, and loses that of b
     assert eventually(lambda: not b.table.owned and not b.table.used)
-    with pytest.raises(RpcError, match=r"(?s)Leaking RRef .* with 1 forks\n.*with fork Id"):
+    leaks = r"(?s)Leaking RRef .* with 1 forks, made by add\n.*with fork Id .*, made at .*\d\n"
+    with pytest.raises(RpcError, match=leaks):
         b.agent.rrefs.check_leaks()
     a.agent.rrefs.check_leaks()
 

@@ -16,12 +16,14 @@ class Cell(Promise[Outcome[Any]]):
 
     Args:
         outcome (Outcome, optional): if it is there already.
+        made (object): where; see ``made_text``.
     """
 
-    __slots__ = ()
+    __slots__ = ("made",)
 
-    def __init__(self, outcome: Outcome[Any] | None = None) -> None:
+    def __init__(self, outcome: Outcome[Any] | None = None, made: object = None) -> None:
         super().__init__()
+        self.made = made
         if outcome is not None:
             self.set(outcome)
 

@@ -27,6 +27,7 @@ from rayrpc._protocol.rref_entries import Confirmed, Effect
 from rayrpc._protocol.rref_table import RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.collected import CollectedHandles, HandleRef
+from rayrpc._runtime.rrefs.listing import OwnedRRef, UsedRRef, leaks, listed
 from rayrpc.errors import CallError, RpcError
 
 __all__ = ["Handle", "MakeHandle", "RRefContext"]
@@ -87,8 +88,7 @@ class _Messages(NamedTuple):
     messages: tuple[Control, ...]
 
 
-# What the thread of a context is to do: delete the fork of a handle that was collected, undo a fork
-# that was not sent, ...
+# What the thread of a context is to do: delete a collected handle's fork, undo one not sent, ...
 _Task = HandleRef | Fork | _Messages
 
 
@@ -124,7 +124,9 @@ class RRefContext:
 
     # -- creation -----------------------------------------------------------------------------
 
-    def announce(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int) -> Handle:
+    def announce(
+        self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId, owner: int, made: object
+    ) -> Handle:
         """Return the handle of an RRef that ``owner`` will create; see ``cancel``.
 
         If this worker is the owner, the handle is an owner's, and its cell is empty.
@@ -132,13 +134,15 @@ class RRefContext:
         Args:
             rref_id, fork_id: new identities, of the RRef and of this worker's fork.
             owner: id of the owner.
+            made: where; see ``made_text``.
         """
         with self._lock:
             if owner == self._table.me:
                 cell = self._table.own(rref_id, fork_id, owner)
+                cell.made = made
                 result = self._make_handle(rref_id, None, owner, cell)
                 return result
-            self._table.use(rref_id, fork_id, owner)
+            self._table.use(rref_id, fork_id, owner, made)
         return self._make_handle(rref_id, fork_id, owner, None)
 
     def cancel(self, rref_id: GloballyUniqueId, fork_id: GloballyUniqueId) -> None:
@@ -322,10 +326,10 @@ class RRefContext:
     def on_peer_lost(self, worker: int) -> None:
         """Release the forks of a worker that left or died."""
         with self._lock:
-            before = {} if self._kept_leaks is None else self._leaks()
+            before = {} if self._kept_leaks is None else leaks(self._table)
             effects = self._table.on_peer_lost(worker)
             if self._kept_leaks is not None:
-                after = self._leaks()
+                after = leaks(self._table)
                 self._kept_leaks |= {k: leak for k, leak in before.items() if k not in after}
         self._settle(effects)
         self.flush()
@@ -374,28 +378,23 @@ class RRefContext:
             RuntimeError: with the list of them.
         """
         with self._lock:
-            leaks = {**(self._kept_leaks or {}), **self._leaks()}
-        if leaks:
+            found = {**(self._kept_leaks or {}), **leaks(self._table)}
+        if found:
             raise RpcError(
-                "\n".join(leaks.values())
+                "\n".join(found.values())
                 + "\nLeaking RRefs: delete all references to RRefs, on all workers, before "
                 "shutdown, or set torch.distributed.rpc.api._ignore_rref_leak to True."
             )
 
-    def _leaks(self) -> dict[GloballyUniqueId, str]:
-        owned = {
-            rref_id: f"Leaking RRef {rref_id} with {len(entry.forks)} forks"
-            for rref_id, entry in self._table.owned.items()
-        }
-        used = {
-            fork_id: f"Leaking RRef {entry.rref_id} with fork Id {fork_id}"
-            for fork_id, entry in self._table.used.items()
-        }
-        return owned | used
-
     def counts(self) -> tuple[int, int]:
         """Return how many RRefs this worker owns, and how many forks it holds."""
         return len(self._table.owned), len(self._table.used)
+
+    def listed(self) -> tuple[list[OwnedRRef], list[UsedRRef]]:
+        """Return the RRefs that this worker owns, and those that it uses."""
+        with self._lock:
+            result = listed(self._table)
+        return result
 
     def debug_info(self) -> dict[str, str]:
         """Return torch's counters."""

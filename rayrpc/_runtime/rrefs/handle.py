@@ -15,6 +15,7 @@ from rayrpc._protocol.messages import Fork
 from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.rrefs.creation_site import users_line
 from rayrpc._runtime.rrefs.home import Home, get_home, is_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.serialization.codec import add_reducer, reduce_rref
@@ -70,7 +71,8 @@ class RRef(Generic[T]):
                 "type_hint should only be specified when the RRef being created contains a "
                 "ScriptModule."
             )
-        self._fill(home, home.rrefs.new_id(), None, home.info, Cell(Value(value)))
+        cell = Cell(Value(value), users_line())
+        self._fill(home, home.rrefs.new_id(), None, home.info, cell)
 
     def _fill(
         self,

@@ -20,6 +20,8 @@ from simulation.large import Large, limited
 from simulation.scheduler import Scheduler, current
 from simulation.workers import WORKERS, Worker, shut_down, wait
 
+from rayrpc._runtime.rrefs.listing import leaks
+
 __all__ = ["RRefs"]
 
 MAKE, FETCH, DELETE, SEND, PASS_ON, FORGET = (
@@ -193,7 +195,7 @@ class _Run(GroupRun):
             return not _alive
 
         assert current().step("waits for deletions", is_settled, SETTLE_SECONDS), (
-            f"entries are left:\n{[(each.name, each.agent.rrefs._leaks()) for each in living]}"
+            f"entries are left:\n{[(each.name, leaks(each.agent.rrefs._table)) for each in living]}"
         )
         if self.faults.dies is None:
             is_empty = current().step("waits for values", are_gone, SETTLE_SECONDS)

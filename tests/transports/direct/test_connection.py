@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import pytest
 from conftest import eventually
 from direct_ends import TOKEN, WAIT_SECONDS, Callee, Owner, dial, frame
 from interrupting import strikes
+from launching import thread_states
 
 from rayrpc._concurrency import reader
 from rayrpc._concurrency import threads as threads_module
@@ -384,11 +384,6 @@ class TestUnauthenticatedConnections:
             if listener.family == socket.AF_INET:
                 assert listener.getsockname()[0] == "127.0.0.1"
             assert not listener.get_inheritable()
-
-
-def thread_states(pid):
-    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 def test_a_stopped_peer_times_out_and_answers_when_it_goes_on(tmp_path):
