@@ -12,7 +12,10 @@ from pathlib import Path
 from conftest import ROOT, python_path
 from host_maker import Hosts, hosts_of
 
-__all__ = ["cluster_of_hosts"]
+__all__ = ["cluster_of_hosts", "on_two_hosts"]
+
+# A setting: the ranks of a program of two are on hosts of these addresses.
+ON_TWO_HOSTS = "workers={rank0: {resources: {node:%s: 0.01}}, rank1: {resources: {node:%s: 0.01}}}"
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -49,3 +52,8 @@ def cluster_of_hosts(peer_timeout: float, count: int = 3) -> Iterator[tuple[Host
             command = [RAY, "start", "--node-ip-address", address, *size, *place]
             hosts.run(number, *command, timeout=150, environ=environ)
         yield hosts, {**environ, "RAY_ADDRESS": f"{hosts.address(1)}:6379"}
+
+
+def on_two_hosts(hosts: Hosts) -> list[str]:
+    """Return what has ``rayrpc run`` place a program's two ranks on the first two hosts."""
+    return ["--set", ON_TWO_HOSTS % (hosts.address(1), hosts.address(2))]

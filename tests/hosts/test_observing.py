@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from host_cluster import cluster_of_hosts
+from host_cluster import cluster_of_hosts, on_two_hosts
 from host_maker import why_impossible
 from host_ranks import started_ranks
 
@@ -30,7 +30,6 @@ def run(rank):
 if __name__ == "__main__":
     mp.spawn(run, nprocs=2)
 """
-ON_TWO_HOSTS = "workers={rank0: {resources: {node:%s: 0.01}}, rank1: {resources: {node:%s: 0.01}}}"
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +70,7 @@ def test_ranks_of_two_hosts_are_traced_and_their_lines_have_their_hosts(cluster)
     hosts, environ = cluster
     write = "import sys; open('/tmp/ray/calls.py', 'w').write(sys.argv[1])"
     hosts.run(1, sys.executable, "-c", write, CALLS)
-    settings = ["--set", ON_TWO_HOSTS % (hosts.address(1), hosts.address(2))]
-    settings += ["--set", "prefix_output=always"]
+    settings = [*on_two_hosts(hosts), "--set", "prefix_output=always"]
     words = ["run", *settings, "--trace", FILE, "/tmp/ray/calls.py"]
     more = hosts, {**environ, "MASTER_PORT": "29501"}
     output = rayrpc(more, 1, *words, timeout=150)

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from host_cluster import cluster_of_hosts
+from host_cluster import cluster_of_hosts, on_two_hosts
 from host_maker import why_impossible
 
 pytestmark = [
@@ -51,7 +51,6 @@ group = rpc.start_workers(["server"], resources={"resources": {"node:10.88.0.2":
 print(*rpc.rpc_sync("server", place.of_module), flush=True)
 rpc.shutdown()
 """
-ON_TWO_HOSTS = "workers={rank0: {resources: {node:%s: 0.01}}, rank1: {resources: {node:%s: 0.01}}}"
 
 
 @pytest.fixture(scope="module")
@@ -81,19 +80,15 @@ def run(cluster):
     hosts.run(1, "rm", "-rf", FOLDER)
 
 
-def workers(hosts):
-    return ["--set", ON_TWO_HOSTS % (hosts.address(1), hosts.address(2))]
-
-
 def test_modules_and_files_beside_the_script_are_there(run, cluster):
-    output = run("main.py", *workers(cluster[0]))
+    output = run("main.py", *on_two_hosts(cluster[0]))
     assert output.splitlines() == ["w0 host1 1-2-3 True True", "w1 host2 1-2-3 True False"]
 
 
 def test_another_folder_may_be_sent(run, cluster):
     files = {f"app/{path}": text for path, text in FILES.items() if path != "data/numbers.txt"}
     files["data/numbers.txt"] = "4-5"
-    output = run("app/main.py", "--working-dir", ".", *workers(cluster[0]), files=files)
+    output = run("app/main.py", "--working-dir", ".", *on_two_hosts(cluster[0]), files=files)
     assert output.splitlines() == ["w0 host1 4-5 False True", "w1 host2 4-5 False False"]
 
 
@@ -107,5 +102,7 @@ def test_a_large_folder_is_refused_unless_what_is_large_is_excluded(run, cluster
     hosts.run(1, "mkdir", "-p", f"{FOLDER}/runs")
     hosts.run(1, "truncate", "-s", "120M", f"{FOLDER}/runs/model.pt")
     with pytest.raises(RuntimeError, match=r"ConfigError: .* most of it in runs \(120 MB\)"):
-        run("main.py", *workers(hosts))
-    assert "w1 host2" in run("main.py", "--set", "working_dir_excludes=[runs]", *workers(hosts))
+        run("main.py", *on_two_hosts(hosts))
+    assert "w1 host2" in run(
+        "main.py", "--set", "working_dir_excludes=[runs]", *on_two_hosts(hosts)
+    )
