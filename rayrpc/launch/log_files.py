@@ -33,22 +33,15 @@ class LogFiles:
 
     def write(self, texts: Iterable[Text]) -> None:
         """Write texts to their workers' files."""
-        written = {}
         for worker, fd, data in texts:
             if fd in (1, 2) and data:
                 file = self._files[worker] if worker in self._files else self._open(worker)
                 if file is not None:
                     try:
                         file.write(data)
+                        file.flush()
                     except OSError as exc:
                         self._give_up(worker, exc)
-                    else:
-                        written[worker] = file
-        for worker, file in written.items():
-            try:
-                file.flush()
-            except OSError as exc:
-                self._give_up(worker, exc)
 
     def close(self) -> None:
         """Close the files."""
