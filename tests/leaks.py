@@ -62,11 +62,11 @@ PROCESSES_THAT_STAY = [
 # (pattern of a class and a name, reason)
 ACTORS_THAT_STAY = [
     (r"Directory\w* .*", "it stays some seconds for members that come late"),
-    (r"fork-\d+ fork-\d+#.*", "the pool of tasks' workers replaces one that died"),
+    (r"HostedWorker fork-\d+#.*", "the pool of tasks' workers replaces one that died"),
 ]
 
 # rpc.shutdown() ends the workers that the agent started.
-ACTORS_OF_AN_AGENT = [(r"(.+) \1#.*", "the agent still runs")]
+ACTORS_OF_AN_AGENT = [(r"HostedWorker .*", "the agent still runs")]
 
 SHARED_MEMORY = Path("/dev/shm")
 

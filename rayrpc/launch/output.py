@@ -206,7 +206,9 @@ def _nodes_of(actors: Mapping[str, ActorHandle[Any]]) -> dict[str, str]:
 
 
 def _hosts_of(nodes: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of workers' hosts."""
+    """Return the names of workers' hosts; where all are on one node, Ray is not asked."""
+    if len(set(nodes.values())) == 1:
+        return dict(nodes)
     names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
     return {worker: names.get(node, node) for worker, node in nodes.items()}
 

@@ -306,7 +306,7 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
         folders = send_folder(program, settings, list(actors.values()))
         output = Output(actors, settings)
         refs = [
-            actor.run.remote(
+            actor.run.options(name=name).remote(
                 rank, targets[rank], enter_shim, output.addresses.get(name), folders[rank]
             )
             for rank, (name, actor) in enumerate(actors.items())

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
 from ray._private import worker
 from ray.exceptions import GetTimeoutError
 
 from rayrpc._concurrency.deadlines import Deadline
 
-__all__ = ["STEP_SECONDS", "actor_class", "end_waits", "get", "get_actor", "wait"]
+__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "wait"]
 
 # How long ``ray.shutdown()`` may take to end Ray's client.
 SHUTDOWN_SECONDS = 30.0
@@ -63,18 +62,6 @@ def _wait_for_shutdown() -> None:
 def _check() -> None:
     if _has_ended and threading.current_thread() is not threading.main_thread():
         raise SystemExit
-
-
-def actor_class(cls: type, name: str, **options: Any) -> Any:
-    """Return a class for one actor, under whose name ``ps`` and Ray's lists show its process.
-
-    Args:
-        cls: the actor's class.
-        name: of the actor.
-        options: ``ray.remote``'s.
-    """
-    remote: Any = ray.remote
-    return remote(**options)(type(name, (cls,), {}))
 
 
 def end_waits() -> None:

@@ -138,9 +138,9 @@ class RayTransport(Transport):
                     ray.get_runtime_context().get_node_id(), soft=False
                 )
             )
-        relay = ray_api.actor_class(
-            Relay, f"{worker} (relay)", num_cpus=0, concurrency_groups=RELAY_GROUPS
-        )
+        remote: Any = ray.remote
+        shown = type(f"{worker} (relay)", (Relay,), {})  # `ps` shows the name of the class
+        relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(shown)
         name, namespace = self._address
         return relay.options(name=name, namespace=namespace, **options).remote(
             worker, joined, self._plain
