@@ -11,16 +11,16 @@ import functools
 import json
 import os
 import platform
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import LatencyProfile
+from rayrpc._observe.frames import frames_of_threads, local
 from rayrpc._observe.rref_list import rref_report
 from rayrpc._observe.stacks import users_stack
 from rayrpc._observe.tables import duration
@@ -205,15 +205,15 @@ class Inspector:
                 found.setdefault(request.thread, []).append(f"{me}:{request.id}")
         cells = {id(call.cell): call for call in self._agent.callee.under_way() if call.cell}
         futures = {id(call.future): call for call in opened if call.future is not None}
-        for ident, frame in sys._current_frames().items():
-            for key in _awaited(me, frame, futures, cells):
+        for ident, frames in frames_of_threads().items():
+            for key in _awaited(me, frames, futures, cells):
                 found.setdefault(ident, []).append(key)
         return found
 
 
 def _awaited(
     me: int,
-    frame: FrameType | None,
+    frames: Iterable[tuple[FrameType, int]],
     futures: dict[int, OpenCall],
     cells: dict[int, ServedCall],
 ) -> Iterator[str]:
@@ -221,27 +221,27 @@ def _awaited(
 
     Args:
         me: id of this worker.
-        frame: the thread's innermost one.
+        frames: the thread's.
         futures, cells: calls by the ``id`` of their Future or cell.
     """
-    while frame is not None:
+    for frame, _ in frames:
         for future in _awaited_futures(frame):
             if (call := futures.get(id(future))) is not None:
                 yield f"{me}:{call.request.id}"
         if frame.f_code is Cell.wait.__code__:
-            cell = frame.f_locals.get("self")
+            cell = local(frame, "self")
             if (served := cells.get(id(cell))) is not None:
                 yield f"{served.src}:{served.id}"
-        frame = frame.f_back
 
 
 def _awaited_futures(frame: FrameType) -> list[Any]:
     """Return the Futures that a function on a thread's stack waits for."""
     code = frame.f_code
     if code is wait_all.__code__:
-        return [each for each in frame.f_locals["futures"] if not each.done()]
+        futures = local(frame, "futures")  # at first what the program gave, maybe an iterator
+        return [each for each in futures if not each.done()] if isinstance(futures, list) else []
     if code is getattr(_AnyFuture.wait, "__code__", None):  # of ``extend_futures``
-        return [frame.f_locals["self"]]
+        return [local(frame, "self")]
     return []
 
 
@@ -251,8 +251,8 @@ def _threads(
     """Return what is to be told of the threads that run users' code, or wait for a call."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    for ident, frame in sys._current_frames().items():
-        stack = users_stack(frame) if with_stacks and ident != threading.get_ident() else []
+    for ident, frames in frames_of_threads().items():
+        stack = users_stack(frames) if with_stacks else []
         if not (stack or ident == main or ident in waits or ident in serves):
             continue
         yield {

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from rayrpc._observe.frames import frames_of_threads
 
 __all__ = ["dumped_stacks", "place_of", "python_stacks", "set_waits", "users_stack"]
 
@@ -21,18 +22,18 @@ _SITE = f"{os.sep}site-packages{os.sep}"
 _FRAME = re.compile('  File "(.*?)", line ')
 
 
-def users_stack(frame: FrameType) -> list[dict[str, Any]]:
+def users_stack(frames: Iterable[tuple[FrameType, int]]) -> list[dict[str, Any]]:
     """Return a thread's stack from the first function of a user on; rayrpc's frames are left out.
 
     Args:
-        frame: the innermost one of the thread.
+        frames: the thread's, with the lines they are at, the innermost first.
 
     Returns:
         By frame, the innermost last: ``file``, ``line``, ``function``, ``text`` (the source), and
         ``users``: whether it is a user's, and not the standard library's.  Empty if no function of
         a user runs.
     """
-    stack = _from_users(traceback.extract_stack(frame))
+    stack = _from_users(_summaries(frames))
     return [
         {
             "file": each.filename,
@@ -82,12 +83,17 @@ def python_stacks(name: str, main: int) -> str:
     waits: Mapping[int, Sequence[str]] = {}
     with contextlib.suppress(Exception):  # the worker may just be shut down
         waits = _waits()
-    for ident, frame in sys._current_frames().items():
-        stack = traceback.extract_stack(frame)
+    for ident, frames in frames_of_threads().items():
+        stack = _summaries(frames)
         if (users := _from_users(stack)) or ident == main:
             calls = [f"  waits for {each}\n" for each in waits.get(ident, ())]
             found.append("".join([*traceback.format_list(users or stack), *calls]))
     return _text(name, os.getpid(), found)
+
+
+def _summaries(frames: Iterable[tuple[FrameType, int]]) -> list[traceback.FrameSummary]:
+    """Return what is shown of frames, the innermost last."""
+    return list(traceback.StackSummary.extract(iter(frames)))[::-1]
 
 
 def _from_users(stack: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
