@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 import threading
 
 import pytest
@@ -48,12 +49,10 @@ def rayrpc_command(start):
     return run
 
 
-def test_three_ranks_that_wait_in_a_circle_are_seen_from_outside(
-    start, script, rayrpc_command, tmp_path_factory
-):
+def test_three_ranks_that_wait_in_a_circle_are_seen_from_outside(start, script, rayrpc_command):
     # on a local cluster, which a user does not know of
-    folder = tmp_path_factory.mktemp("r")
-    environ = {"RAY_ADDRESS": None, "RAY_TMPDIR": str(folder)}
+    folder = tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"])  # its name is short: sockets are in it
+    environ = {"RAY_ADDRESS": None, "RAY_TMPDIR": folder}
     status, text = rayrpc_command("status", **environ)
     assert status == 2 and "no Ray cluster that rayrpc has started for this user" in text
     program = runner(start, script)(CIRCLE, **environ)

@@ -51,6 +51,11 @@ EXIT_SECONDS = 0.5  # for its answer when this process ends
 # gRPC's servers send theirs.
 HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 
+# Of a local cluster's folder: a socket's path may have 107 bytes, and Ray has some deep below it.
+MAX_FOLDER_LENGTH = 107 - len(
+    "/ray/session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store"
+)
+
 # Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
 
@@ -200,6 +205,11 @@ def _join_local(settings: Settings, starts: bool) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
     global _lease
     folder = own_folder()
+    if starts and len(os.fsencode(folder)) > MAX_FOLDER_LENGTH:
+        raise ClusterError(
+            f"no local Ray cluster can be started: the path {folder} is too long for the sockets "
+            "below it; set RAY_TMPDIR to a folder with a shorter path"
+        )
     auth_token.make_private()
     # programs of another Python environment, and so another Ray, need a cluster of their own
     identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayrpc._transports.ray import auth_token, cluster
+from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
 
@@ -50,6 +51,13 @@ def test_a_link_in_the_place_of_the_folder_is_refused(home):
     with pytest.raises(ClusterError, match="set RAY_TMPDIR to a folder of your own"):
         cluster.own_folder()
     assert rights(home) == before
+
+
+def test_a_path_that_is_too_long_for_sockets_is_refused_before_ray_starts(home, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(home / ("x" * cluster.MAX_FOLDER_LENGTH)))
+    with pytest.raises(ClusterError, match="set RAY_TMPDIR to a folder with a shorter path"):
+        cluster._join_local(Settings(address="local"), starts=True)
+    assert not list(cluster.own_folder().iterdir())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
