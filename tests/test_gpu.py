@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import ROOT, python_path
 
 import rayrpc as rpc
 from rayrpc.parallel.pool import Pool
@@ -66,6 +67,15 @@ def test_tensors_go_from_device_to_device(start, script):
     run = start("-m", "rayrpc", "run", script(SCRIPT), "29791")
     assert run.end() == 0, run.output
     assert "all is well" in run.output
+
+
+def test_random_programs_of_both_devices_do_what_they_do_in_one_process(start):
+    tests = ROOT / "tests"
+    path = python_path(ROOT, tests, tests / "autograd")
+    program = str(tests / "autograd" / "device_programs.py")
+    run = start("-m", "rayrpc", "run", program, "29792", "100", PYTHONPATH=path)
+    assert run.end(600) == 0, run.output
+    assert "programs do what they do in one process" in run.output
 
 
 def fill(tensor, value):

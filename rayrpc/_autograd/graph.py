@@ -255,7 +255,6 @@ class GradGraph:
             self._whole = WholeRun(
                 {} if root is None else seeds_of([(root.edges, self._arrived.pop(ROOTS))]),
                 {key: entry.gates for key, entry in entries.items()},
-                {key: entry.exits for key, entry in entries.items()},
                 self._union_of("nodes", keys),
                 self._union_of("exits", keys),
                 leaves,

@@ -11,8 +11,9 @@ that reach it are there.  Gradients of sent messages come in at their gates, beh
 The engine's thread blocks in a waiting node.  Two rules make that safe:
 
 - The engine runs the ready node with the largest sequence number; waiting nodes have 0, and all
-  others have more.  So it waits only when it has nothing else to run.  Nodes of accelerators run in
-  threads of their own, and may make others ready; a waiting node lets these run first.
+  others have more.  So it waits only when it has nothing else to run.  All nodes run in this one
+  thread: with those of accelerators in threads of their own, a node behind the wait could become
+  ready, or one could fail, and the thread that waits would never learn of it.
 - Messages are awaited in the reverse order in which they were sent.  The gradients of a message
   depend on gradients that leave here only where these belong to messages received, thus to nodes
   made, after it was sent; and those depend in turn on messages sent later, which come first.  So
@@ -38,8 +39,6 @@ __all__ = ["Leave", "WholeRun"]
 
 # How often a run that waits looks whether it has been aborted, at least.
 CHECK_SECONDS = 1.0
-# Between looks whether accelerators have run their nodes.
-DEVICE_SECONDS = 0.0005
 
 Leave = Callable[[Any, Sequence[torch.Tensor | None]], None]
 
@@ -51,7 +50,6 @@ class WholeRun:
         seeds (dict): the gradients of the roots, by edge.
         gates (Mapping): for each message to wait for, by its id: the gates of its tensors that
             take part, by their number.
-        exits_of (Mapping): the receive functions that these lead to, by the id of the message.
         nodes (Collection): all nodes that may run, but for leaves'.
         exits (Collection): the receive functions among them.
         leaves (Collection): the nodes of leaves.
@@ -62,7 +60,6 @@ class WholeRun:
         self,
         seeds: dict[GradientEdge, torch.Tensor],
         gates: Mapping[int, Mapping[int, torch.Tensor]],
-        exits_of: Mapping[int, set[Any]],
         nodes: Collection[Any],
         exits: Collection[Any],
         leaves: Collection[Any],
@@ -70,10 +67,8 @@ class WholeRun:
     ) -> None:
         self._seeds = seeds
         self._gates = gates
-        self._exits_of = exits_of
         self._nodes = nodes
         self._exits = exits
-        self._left: set[Any] = set()  # those of the exits that have run
         self._leaves = leaves
         self._leave = leave
         self._changed = Notifier()
@@ -112,7 +107,7 @@ class WholeRun:
             seeds[edge_at(start.grad_fn)] = torch.empty(0)
         if not seeds:
             return {}
-        with running(self, self._exits):
+        with running(self, self._exits), torch.autograd.set_multithreading_enabled(False):
             if is_captured:
                 targets = [edge_at(node) for node in self._leaves]
                 # what leads to it, the receive functions, runs as well
@@ -138,7 +133,6 @@ class WholeRun:
 
     def leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take the gradients of a receive function."""
-        self._left.add(node)
         self._leave(node, gradients)
 
     def wait(self, message_id: int) -> None:
@@ -150,22 +144,13 @@ class WholeRun:
         while message_id not in self._arrived:
             if self._is_aborted:
                 raise RpcError("the backward pass has ended")
-            seconds = CHECK_SECONDS
-            if torch.cuda.is_initialized() and self._has_more_to_run(message_id):
-                _let_devices_run()
-                seconds = DEVICE_SECONDS
             self._changed.wait_until(
-                lambda: message_id in self._arrived or self._is_aborted, seconds
+                lambda: message_id in self._arrived or self._is_aborted, CHECK_SECONDS
             )
-
-    def _has_more_to_run(self, message_id: int) -> bool:
-        """Tell whether receive functions will run without the gradients of this message."""
-        awaited = [exits for each, exits in self._exits_of.items() if each <= message_id]
-        return not set(self._exits).difference(*awaited) <= self._left
 
     def _is_in_run(self) -> bool:
         """Tell whether a hook was called by this run, and not by another one of the same nodes."""
-        # a thread of an accelerator may be faster than the first node
+        # another run may be faster than the first node of this one
         self._changed.wait_until(lambda: self._id is not None, CHECK_SECONDS)
         return run_id() == self._id
 
@@ -179,17 +164,6 @@ class WholeRun:
                 following = function.apply(message_id, following, *gates)
                 following.grad_fn._set_sequence_nr(0)
         return following  # type: ignore[no-any-return]
-
-
-def _let_devices_run() -> None:
-    """Let nodes that threads of accelerators have made ready run in this thread.
-
-    It runs what is in its queue while it waits for a run within this one.
-    """
-    with torch.enable_grad():
-        for number in range(torch.cuda.device_count()):
-            leaf = torch.zeros((), device=f"cuda:{number}", requires_grad=True)
-            leaf.clone().backward()
 
 
 class _Wait(torch.autograd.Function):

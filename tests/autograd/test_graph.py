@@ -356,53 +356,45 @@ def test_the_first_node_of_a_thread_runs_before_any_wait(weight):
     torch.testing.assert_close(gradients[weight], torch.full((3, 3), 1 + 2 * 15.0))
 
 
-def test_on_one_device_all_that_is_ready_has_run_before_a_wait(weight, monkeypatch):
-    """Else nodes of an accelerator's thread could make others ready, behind the wait."""
+def test_a_run_that_waits_has_no_node_in_another_thread(weight):
+    """Else nodes of an accelerator's thread could make others ready, or fail, behind the wait."""
+    enabled = []
 
-    def fail():
-        raise AssertionError("there is more to run")
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(whole_run, "_let_devices_run", fail)
-    waits = []
+        @staticmethod
+        def backward(ctx, gradient):
+            enabled.append(torch._C._is_multithreading_enabled())
+            return gradient
+
+    shared = Look.apply(weight)
+    back, node = received(torch.ones(3, 3))
+    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
+    graph.add_gradients(ROOTS, [torch.ones(())])
+    assert graph.run() == WHOLE_RUN
+    run_to_end(graph, {node: lambda gradients: (1, gradients)})
+    assert enabled == [False] and torch._C._is_multithreading_enabled()
+
+
+def test_all_that_is_ready_has_run_before_a_wait(weight, monkeypatch):
+    waits, left = [], []
     wait = whole_run.WholeRun.wait
     monkeypatch.setattr(
-        whole_run.WholeRun, "wait", lambda run, key: (waits.append(key), wait(run, key))[1]
+        whole_run.WholeRun,
+        "wait",
+        lambda run, key: (waits.append((key, len(left))), wait(run, key))[1],
     )
     entries, replies, value = {}, {}, weight * 1
     for key in range(1, 9):
         entries[key] = entry(value, key=key)
         back, node = received(torch.ones(3, 3))
         # the gradients come only if the pass goes on beside the wait
-        replies[node] = lambda gradients, key=key: (key, gradients)
+        replies[node] = lambda gradients, key=key: (left.append(key), (key, gradients))[1]
         value = torch.tanh(back * value) + value
     graph = GradGraph({ROOTS: root(value.sum()), **entries}, retain=False)
     graph.add_gradients(ROOTS, [torch.ones(())])
     run_to_end(graph, replies)
-    assert waits == list(range(8, 0, -1))
-
-
-def test_a_wait_lets_accelerators_go_on(weight, monkeypatch):
-    shared = weight * 2
-    back, node = received(torch.ones(3, 3))
-    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    gone_on = []
-    kept: list[Any] = []
-
-    def go_on():  # as if an accelerator had run what leads to the exit just now
-        gone_on.append(1)
-        assert graph._whole is not None
-        graph._whole._left.add(node)
-        graph.add_gradients(1, kept[0])
-
-    monkeypatch.setattr(whole_run, "_let_devices_run", go_on)
-    monkeypatch.setattr(
-        whole_run.WholeRun, "leave", lambda run, node, gradients: kept.append(gradients)
-    )
-    assert graph.run() == WHOLE_RUN
-    gradients = {}
-    graph.run_whole(lambda *_: None).accumulate_into(gradients, threading.Lock())
-    assert gone_on == [1]
-    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 4.0))
+    assert waits == [(key, 9 - key) for key in range(8, 0, -1)]

@@ -102,7 +102,7 @@ OPERATIONS = {
 
 
 def operate(name, a, b):
-    return OPERATIONS[name](a, b)
+    return OPERATIONS[name](a, b.to(a.device))
 
 
 def operate_at(to, name, a, b):
@@ -111,14 +111,14 @@ def operate_at(to, name, a, b):
 
 def twice_at(to, name, a, b):
     """Call another worker with what this one makes, and use both results."""
-    made = a * b + a
+    made = a * b.to(a.device) + a
     theirs = rpc.rpc_sync(to, operate, args=(name, made, b))
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     return made * theirs
 
 
 def twice(name, a, b):
-    made = a * b + a
+    made = a * b.to(a.device) + a
     theirs = operate(name, made, b)
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
     return made * theirs
@@ -156,12 +156,14 @@ def run_program(program, leaves, is_local):
         if name == "hooked result":
             hook_result(made)
         values += made if isinstance(made, tuple) else [made]
-    return (values[-1] + values[len(values) // 2] * values[-2]).sum()
+    device = values[-1].device
+    return (values[-1] + values[len(values) // 2].to(device) * values[-2].to(device)).sum()
 
 
-def make_leaves(seed, hooks):
+def make_leaves(seed, hooks, devices=("cpu",) * 3):
     torch.manual_seed(seed)
-    leaves = [torch.randn(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    made = [torch.randn(2, 2, dtype=torch.float64) for _ in devices]
+    leaves = [each.to(to).requires_grad_() for each, to in zip(made, devices, strict=True)]
     one = leaves[0]
     node: Any = accumulate_node(one)
     if "tensor hook" in hooks:
@@ -188,8 +190,7 @@ def is_freed(run):
     return False
 
 
-def run_locally(program, seed, hooks, passes, contexts=1):
-    leaves, node = make_leaves(seed, hooks)
+def run_locally(program, leaves, passes, contexts=1):
     take_counts()
     for _ in range(contexts):
         loss = run_program(program, leaves, is_local=True)
@@ -199,7 +200,6 @@ def run_locally(program, seed, hooks, passes, contexts=1):
     gradients = [None if leaf.grad is None else leaf.grad / contexts for leaf in leaves]
     freed = is_freed(loss.backward)
     take_counts()
-    del node
     return gradients, taken, freed
 
 
@@ -230,6 +230,21 @@ def check(gradients, leaves, expected):
         assert leaf.grad is None
 
 
+def compare(program, hooks, passes, devices=("cpu",) * 3):
+    """Check that a program does on workers what it does in this process."""
+    seed = len(program)
+    all_counts()
+    leaves, node = make_leaves(seed, hooks, devices)
+    expected, expected_counts, expected_freed = run_locally(program, leaves, passes)
+    del node
+    leaves, node = make_leaves(seed, hooks, devices)
+    gradients, taken, freed = run_on_workers(program, leaves, passes)
+    assert taken == expected_counts
+    check(gradients, leaves, expected)
+    assert freed == expected_freed
+    del node
+
+
 RESIDUAL = [  # what the first two workers make is used here before and after
     ("clip", 0, 1, "here"),
     ("multiply", 3, 3, "alice"),
@@ -249,15 +264,7 @@ RESIDUAL = [  # what the first two workers make is used here before and after
 @example(program=RESIDUAL, hooks={"tensor hook", "accumulated", "many"}, passes=2)
 @given(program=PROGRAMS, hooks=LEAF_HOOKS, passes=st.integers(1, 2))
 def test_any_program_does_what_it_does_in_one_process(workers, program, hooks, passes):
-    seed = len(program)
-    all_counts()
-    expected, expected_counts, expected_freed = run_locally(program, seed, hooks, passes)
-    leaves, node = make_leaves(seed, hooks)
-    gradients, taken, freed = run_on_workers(program, leaves, passes)
-    assert taken == expected_counts
-    check(gradients, leaves, expected)
-    assert freed == expected_freed
-    del node
+    compare(program, hooks, passes)
 
 
 @pytest.mark.timeout(300 + 9 * EXAMPLES)
@@ -271,7 +278,9 @@ def test_any_program_does_what_it_does_in_one_process(workers, program, hooks, p
 def test_contexts_at_once_do_not_see_one_another(workers, program, hooks):
     seed, threads = len(program), 4
     all_counts()
-    expected, expected_counts, _ = run_locally(program, seed, hooks, 1, threads)
+    leaves, node = make_leaves(seed, hooks)
+    expected, expected_counts, _ = run_locally(program, leaves, 1, threads)
+    del node
     leaves, node = make_leaves(seed, hooks)
     results: list[Any] = []
 
