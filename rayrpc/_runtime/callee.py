@@ -205,7 +205,7 @@ class Callee:
             )
             return self._reply(frame, entry, Error(error), call)
         if value.done():
-            return self._reply(frame, entry, attempt(value.value), call)
+            return self._reply(frame, entry, attempt(lambda: _value_of(value)), call)
         deferred = Deferred()
 
         def reply(done: Any) -> Frame:
@@ -386,6 +386,14 @@ def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferr
 _AnyFuture: Any = Future.__mro__[1]
 
 _NONE = Payload(pickle.dumps(None, 5), [])
+
+
+def _value_of(future: Any) -> Any:
+    """Return the value of a Future that is done.
+
+    What this thread does with tensors of accelerators follows what makes them, on whatever stream.
+    """
+    return future.wait() if torch.cuda.is_initialized() else future.value()
 
 
 def _invoke(invocation: Invocation, is_async: bool) -> Any:

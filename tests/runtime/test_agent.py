@@ -331,6 +331,34 @@ def test_an_async_function_holds_no_thread_while_it_waits(a, start):
     assert rref.to_here() == 20
 
 
+class Waited(torch.futures.Future):
+    def wait(self):
+        event("waited").set()
+        return super().wait()
+
+
+@async_execution
+def done_already(outcome):
+    future = Waited()
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+    return future
+
+
+@pytest.mark.parametrize("has_accelerator", [True, False])
+def test_the_value_of_a_done_future_is_waited_for_where_streams_may_make_it(
+    a, b, monkeypatch, has_accelerator
+):
+    """A wait has the thread's streams follow the one that makes the value; ``value`` has not."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_accelerator)
+    assert a.sync(b, done_already, 3) == 3
+    assert event("waited").is_set() == has_accelerator
+    with pytest.raises(KeyError, match="none"):
+        a.sync(b, done_already, KeyError("none"))
+
+
 def test_an_async_function_that_fails_later_is_an_error_of_the_call(a, b):
     future = a.future(b, later, "x")
     assert eventually(lambda: "later" in kept)

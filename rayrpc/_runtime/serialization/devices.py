@@ -101,6 +101,8 @@ def reduce_mapped(
 def place(
     rebuild: Callable[..., torch.Tensor], args: tuple[Any, ...], device: str, requires_grad: bool
 ) -> torch.Tensor:
-    """Return a tensor on the device that the sender's map names."""
+    """Return a tensor on the device that the sender's map names, for use on any stream."""
     tensor = rebuild(*args).to(device)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
     return tensor.requires_grad_() if requires_grad else tensor
