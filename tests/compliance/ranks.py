@@ -26,6 +26,7 @@ import unittest
 import warnings
 from collections.abc import Container, Iterator, Mapping
 
+HIDDEN = "COMPLIANCE_DEVICES"  # variable: the GPUs that ranks see
 BAD = ("fail", "died", "timeout")  # the kinds of a bad outcome, the most telling first
 GRACE = 5.0  # seconds that the other ranks get once one has ended badly
 TAIL = 60  # lines of a bad rank's output that are kept
@@ -156,6 +157,21 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def hide_devices() -> None:
+    """Hide the GPUs from this process, which must not initialize CUDA; ranks see them again."""
+    os.environ[HIDDEN] = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    # else torch counts the devices by CUDA, once for all processes that are forked from this one
+    os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+
+
+def _show_devices() -> None:
+    devices = os.environ.pop(HIDDEN, None)
+    if devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    elif devices is not None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def _rank_main(
     backend: str,
     suite: type,
@@ -176,6 +192,7 @@ def _rank_main(
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _show_devices()
     try:
         outcome = _run_method(backend, suite, method, rank, f"{folder}/rendezvous")
     except BaseException as error:

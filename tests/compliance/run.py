@@ -8,6 +8,7 @@ The torch wheel holds the suites with which PyTorch checks any RPC agent
     run.py                                   every test of the suites
     run.py -k RpcTest.test_add -k shutdown   those whose names hold one of the texts
     run.py --tests sample.txt                those that a file lists (also looked for beside run.py)
+    run.py --cuda                            those for GPUs, instead of all others
 
 Every test gets fresh processes, one a rank, forked from this one, which has imported what they
 need and started nothing. Without RAY_ADDRESS (or ``address``) rayrpc gets a local Ray cluster
@@ -42,9 +43,10 @@ from unittest import mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 BRIEF = 80  # lines about a failure that are shown without --verbose
+SUITES = ["GENERIC_TESTS", "TENSORPIPE_TESTS"]  # lists of ``rpc_utils``
 
 sys.path.insert(0, str(HERE))
-from ranks import BAD, ForkedTest, Result  # noqa: E402
+from ranks import BAD, ForkedTest, Result, hide_devices  # noqa: E402
 
 
 @functools.cache
@@ -62,7 +64,8 @@ def load_suites(backend: str) -> Mapping[str, type[unittest.TestCase]]:
     bases = (fixture.TensorPipeRpcAgentTestFixture, rpc_utils.MultiProcessTestCase)
     suites = {
         suite.__name__: type(suite.__name__, (suite, *bases), {"__module__": __name__})
-        for suite in rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS
+        for suites in SUITES
+        for suite in getattr(rpc_utils, suites)
     }
     globals().update(suites)  # where a pickled reference to one is looked up
     return suites
@@ -252,6 +255,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--backend", choices=["rayrpc", "tensorpipe"], default="rayrpc")
     add("--tests", metavar="FILE", help="one name a line, '#' starts a comment")
     add("-k", metavar="TEXT", action="append", help="names that contain TEXT (repeatable)")
+    add("--cuda", action="store_true", help="the suites for GPUs, instead of the others")
     add("--list", action="store_true", help="print the names and stop")
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds per test (60)")
     add("--jobs", metavar="N", type=int, default=1, help="tests at a time (1)")
@@ -261,7 +265,7 @@ def _parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--expected-failures", metavar="FILE", help="'Suite.test_name  # reason' on each line;"
         " for rayrpc the file beside run.py is the default")  # fmt: skip
     args = parser.parse_args()
-    if args.expected_failures is None and args.backend == "rayrpc":
+    if args.expected_failures is None and args.backend == "rayrpc" and not args.cuda:
         args.expected_failures = HERE / "expected_failures.txt"
     if args.jobs < 1:
         parser.error("--jobs must be at least 1")
@@ -275,6 +279,9 @@ def main() -> int:
     sys.path.insert(0, str(HERE.parents[1]))  # this checkout's rayrpc, installed or not
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the cluster ends with us
 
+    if args.cuda:
+        SUITES[:] = ["GENERIC_CUDA_TESTS", "TENSORPIPE_CUDA_TESTS"]
+        hide_devices()
     known = all_names(args.backend)
     try:
         names = list(read_list(args.tests)) if args.tests else known
