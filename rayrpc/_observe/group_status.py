@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rayrpc._observe.stacks import place_of
-from rayrpc._observe.tables import aligned, as_html, duration
+from rayrpc._observe.tables import aligned, as_html, duration, size
 from rayrpc._observe.waits import Step, Waits
 from rayrpc._protocol.membership import Member
 
@@ -26,6 +26,7 @@ _WORKER_COLUMNS = (
     "up",
     "calls made",
     "served",
+    "sent",
     "running",
     "queued",
     "RRefs owned",
@@ -152,7 +153,8 @@ class GroupStatus:
         """Return it for a terminal.
 
         Args:
-            before: the same group some time ago, to show how many calls there were a second.
+            before: the same group some time ago, to show how many calls and bytes there were a
+                second.
         """
         lines = [self._title(), *aligned(_WORKER_COLUMNS, self._worker_rows(before))]
         lines += self._absent()
@@ -220,11 +222,11 @@ class GroupStatus:
 
 
 def _worker_row(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    def count(name: str) -> str:
+    def count(value: Callable[[Mapping[str, Any]], float], text: Callable[[float], str]) -> str:
         if before is None:
-            return str(report[name])
+            return text(value(report))
         seconds = max(report["seconds"] - before["seconds"], 1e-3)
-        return f"{(report[name] - before[name]) / seconds:.0f}/s"
+        return f"{text((value(report) - value(before)) / seconds)}/s"
 
     slots, rrefs = report["slots"], report["rrefs"]
     return [
@@ -234,13 +236,14 @@ def _worker_row(report: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
         str(report["pid"]),
         "hosted" if report["hosted"] else "attached",
         duration(report["seconds"]),
-        count("sent"),
-        count("served"),
+        count(lambda each: each["sent"], "{:.0f}".format),
+        count(lambda each: each["served"], "{:.0f}".format),
+        count(lambda each: sum(each["sent_bytes"].values()), size),
         f"{slots['busy']}/{slots['limit']}",
         str(slots["queued"]),
         str(rrefs["owned"]),
         str(rrefs["held"]),
-        f"{report['memory'] / 1e6:.0f} MB",
+        size(report["memory"]),
     ]
 
 

@@ -142,6 +142,7 @@ class Inspector:
             },
             "sent": agent.caller.sent,
             "served": agent.callee.served,
+            "sent_bytes": agent.sent_bytes(),
             "rrefs": {"owned": owned, "held": held},
             "calls": [self._sent(request, now) for request in open_requests(agent)],
             "serving": [self._served(call, served, now) for call in served],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-__all__ = ["aligned", "as_html", "duration"]
+__all__ = ["aligned", "as_html", "duration", "size"]
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -33,3 +33,13 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {int(seconds) % 60} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people: ``312 B``, ``4.2 kB``, ``37 MB``, ``1.4 GB``."""
+    value, unit = count, "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.1f} {unit}" if unit != "B" and value < 9.95 else f"{value:.0f} {unit}"

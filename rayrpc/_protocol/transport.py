@@ -220,6 +220,10 @@ class Transport(abc.ABC):
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         """End the calls to a peer, and the replies expected of it, which is known to be gone."""
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Return how many bytes were sent so far by way, such as "connection"."""
+        return {}
+
     @abc.abstractmethod
     def flush_replies(self, timeout: float) -> None:
         """Wait until the calls that other threads serve now are replied to.

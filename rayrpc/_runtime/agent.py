@@ -419,6 +419,10 @@ class Agent:
                 answers.append((member, reply.data if is_report else CallError("could not report")))
         return answers
 
+    def sent_bytes(self) -> dict[str, int]:
+        """Return how many bytes were sent so far, by way."""
+        return self._transport.sent_bytes()
+
     def get_debug_info(self) -> dict[str, str]:
         """Return torch's counters of an agent."""
         counts = {

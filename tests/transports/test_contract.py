@@ -1,5 +1,6 @@
 """What every transport promises, checked on each implementation."""
 
+import functools
 import pickle
 import threading
 import time
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import eventually
 
 from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._protocol.membership import Member
@@ -133,6 +135,33 @@ def test_replies_bring_buffers_of_the_receivers_own(sides):
     (buffer,) = caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS).buffers
     kept[0] = 0
     assert bytes(buffer) == b"z" * 200_000
+
+
+def test_bytes_are_counted_by_way_at_both_sides(sides):
+    caller, callee = sides
+    callee.serve_reply = callee.reply
+    callee.reply = lambda f, data: callee.serve_reply(f, data, f.buffers)
+    for count, size in enumerate([10_000, 300_000], 1):
+        call = frame(count, b"there", [pickle.PickleBuffer(b"x" * size)])
+        caller.transport.call(callee.member, call).wait(WAIT_SECONDS)
+    if caller.kind == "ray":
+        expected = {"ray": 310_000}
+    elif caller.kind == "memory":
+        expected = {}
+    else:  # large buffers are shared, and the rest is written
+        expected = {"connection": 10_000, "shared_memory": 300_000}
+        if not caller.kind.startswith("memory"):
+            expected["ray"] = 0
+    for side in sides:
+        sent = side.transport.sent_bytes
+        assert eventually(functools.partial(_are_sent, sent, sum(expected.values())))
+        assert sent().keys() == expected.keys()
+        for way, count in expected.items():  # heads come on top
+            assert count <= sent()[way] <= count + 2000 * (way != "shared_memory"), way
+
+
+def _are_sent(sent, count):
+    return sum(sent().values()) >= count
 
 
 def test_a_call_may_be_waited_for_or_call_back(sides):

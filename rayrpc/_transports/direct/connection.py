@@ -32,6 +32,7 @@ from rayrpc._transports.direct.reader_schedule import BROKEN
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.reply_reader import ReplyReader
 from rayrpc._transports.direct.stream import Stream
+from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import Message
 
 __all__ = ["CallerConnection"]
@@ -56,6 +57,7 @@ class CallerConnection(ReplyReader):
         connected (socket | None): an authenticated connection; None: one is made.
         is_bulk (bool): it is for large messages.
         pair (int): number that it shares with the one for large messages beside it.
+        traffic (Traffic | None): counts what is sent; None: nothing does.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class CallerConnection(ReplyReader):
         connected: socket.socket | None = None,
         is_bulk: bool = False,
         pair: int = 0,
+        traffic: Traffic | None = None,
     ) -> None:
         super().__init__(threads, watchdog)
         self.peer = peer
@@ -81,6 +84,7 @@ class CallerConnection(ReplyReader):
         self.peer_pid: int | None = None
         self._owner = owner
         self._memory = memory
+        self._traffic = traffic
         # Added to under the lock, unless BROKEN.  Readers remove a call without it, as
         # ``dict.pop`` is atomic, when its reply is set, which ``fail`` cannot set again.
         self._calls: dict[int, ConnectionCall] = {}
@@ -230,7 +234,7 @@ class CallerConnection(ReplyReader):
                 connection = self._owner.connect(self.peer, self.is_bulk, self.pair)
             self.peer_pid = pid_of_peer(connection)
             on_broken = functools.partial(self._break_off, "its connection was cut")
-            stream = Stream(connection, self._threads, on_broken, True, self._memory)
+            stream = Stream(connection, self._threads, on_broken, True, self._memory, self._traffic)
         except Exception as exc:
             if connection is not None:
                 connection.close()

@@ -16,6 +16,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._concurrency.waiting import Notifier
 from rayrpc._protocol.messages import SharedForks
 from rayrpc._transports.direct.shared_memory import Lease, copied
+from rayrpc._transports.direct.traffic import Sent
 from rayrpc._transports.direct.wire import is_writable
 
 __all__ = ["SendQueue"]
@@ -90,6 +91,7 @@ class SendQueue:
         threads (ThreadCache): for writes to a peer that does not read.
         on_broken (Callable): called when the connection has ended, with the call ids of the
             messages of which no byte was sent.
+        sent (Sent | None): counts the bytes; None: nothing does.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class SendQueue:
         connection: socket.socket,
         threads: ThreadCache,
         on_broken: Callable[[list[int]], None],
+        sent: Sent | None = None,
     ) -> None:
         self._connection = connection
+        self._sent = sent or Sent()
         # not of a TlsSocket: what was written is unknown if its code is interrupted
         self._is_exact = not hasattr(connection, "has_pending")
         self._threads = threads
@@ -326,6 +330,7 @@ class SendQueue:
                 return False
             skipped = counts[0]
             self._written += skipped
+            self._sent.connection += skipped
             del counts[0]
         return True
 
@@ -335,6 +340,7 @@ class SendQueue:
             return
         if self._counts:  # an interrupt came after it was stored
             self._written += self._counts[0]
+            self._sent.connection += self._counts[0]
             self._counts = []
         kept = _kept(self._writing, self._written)
         with self._lock:

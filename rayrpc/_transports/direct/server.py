@@ -38,6 +38,7 @@ from rayrpc._transports.direct.listening import listen_at
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.stream import UNREAD_SECONDS, Stream
 from rayrpc._transports.direct.tls import Tls
+from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import prepare
 from rayrpc._transports.serving import ServingThreads
 
@@ -62,6 +63,7 @@ class DirectServer:
         watchdog (ReaderWatchdog): releases readers that stay in one call.
         tls (Tls | None): encrypts connections of other nodes.
         memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
+        traffic (Traffic | None): counts what is sent; None: nothing does.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class DirectServer:
         watchdog: ReaderWatchdog,
         tls: Tls | None = None,
         memory: ReceivedMemory | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self._token = token
         self._memory = memory
+        self._traffic = traffic
         self._threads = threads
         self._watchdog = watchdog
         self._tls = tls
@@ -181,7 +185,9 @@ class DirectServer:
         prepare(connection, IDLE_SECONDS)
         self._on_connected(connection)
         peer, pair = handshake.peer, (handshake.peer, handshake.pair)
-        stream = Stream(connection, self._threads, lambda unsent: None, False, self._memory)
+        stream = Stream(
+            connection, self._threads, lambda unsent: None, False, self._memory, self._traffic
+        )
         bulk = None if handshake.is_bulk or stream.shares_memory else self._bulk
         on_end = self._bulk.remove if handshake.is_bulk else self._bulk.forget
         served = ServerConnection(

@@ -28,6 +28,7 @@ from rayrpc._transports.direct.shared_memory import (
     receive_descriptor,
     send_descriptor,
 )
+from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import (
     DISCARDED,
     FREED,
@@ -62,6 +63,7 @@ class Stream:
             which no byte was sent.
         opened_here (bool): this end made the connection.
         memory (ReceivedMemory | None): of large buffers that arrive by TCP; None: new memory.
+        traffic (Traffic | None): counts what is sent; None: nothing does.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Stream:
         on_broken: Callable[[list[int]], None],
         opened_here: bool,
         memory: ReceivedMemory | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self._connection = connection
         self._opened_here = opened_here
@@ -80,7 +83,8 @@ class Stream:
         self._held: list[Callable[[], object]] = []  # until the peer has read
         self._unread_lock = threading.Lock()
         self._shared_bytes = 0  # in segments that were sent since the peer last had read all
-        self._send_queue = SendQueue(connection, threads, on_broken)
+        self._sent = (traffic or Traffic()).open()
+        self._send_queue = SendQueue(connection, threads, on_broken, self._sent)
         self.flush = self._send_queue.flush
         self.flush_later = self._send_queue.flush_later
         self._reader = MessageReader(connection, (memory or ReceivedMemory()).acquire, self.flush)
@@ -204,8 +208,9 @@ class Stream:
             return self._send_queue.send(call_id, message_parts(call_id, head, []), more, forks)
         views = [flat(buffer) for buffer in frame.buffers]
         lengths = tuple(view.nbytes for view in views)
+        length = sum(lengths)
         segment = lease = None
-        if self._pool is not None and sum(lengths) >= SHARED_BYTES:
+        if self._pool is not None and length >= SHARED_BYTES:
             starts, size = offsets(lengths)
             lease = self._pool.lease()
             with contextlib.suppress(OSError):  # no memory, or too many are in use
@@ -222,6 +227,7 @@ class Stream:
             frame.buffers, frame.is_stable = segment.buffers(starts, lengths), True
         with self._unread_lock:
             self._shared_bytes += size
+            self._sent.shared_memory += length
         return is_written
 
     def _send_inline(
@@ -262,6 +268,7 @@ class Stream:
 
     def close(self) -> None:
         """End the connection, and free its memory."""
+        self._sent.is_final = True
         self.shut_down()
         self._close_received()
         if self._pool is not None:

@@ -38,6 +38,7 @@ from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.silence import SilenceWatch
 from rayrpc._transports.direct.tls import Tls
+from rayrpc._transports.direct.traffic import Traffic
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 __all__ = ["DirectTransport"]
@@ -114,9 +115,9 @@ class DirectTransport(Transport):
         listener, self._host = None, fallback.node
         if not near_only:
             listener, self._host = (listening or Listening()).open(worker, fallback.node)
-        self._memory = ReceivedMemory()
+        self._memory, self._traffic = ReceivedMemory(), Traffic()
         self._server = DirectServer(
-            token, listener, self._threads, self._watchdog, tls, self._memory
+            token, listener, self._threads, self._watchdog, tls, self._memory, self._traffic
         )
         self._silence = SilenceWatch(
             peer_timeout, lambda: [*self._connections(), *self._server.connections]
@@ -188,6 +189,9 @@ class DirectTransport(Transport):
         self._server.expel(peer.token)
         self._fallback.on_peer_lost(_for_fallback(peer), error)
 
+    def sent_bytes(self) -> dict[str, int]:
+        return {**self._traffic.total(), **self._fallback.sent_bytes()}
+
     def flush_replies(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         self._server.flush_replies(timeout)
@@ -238,9 +242,8 @@ class DirectTransport(Transport):
     def _new_connection(
         self, peer: Member, pair: int, connected: socket.socket | None, is_bulk: bool = False
     ) -> CallerConnection:
-        return CallerConnection(
-            peer, self, self._threads, self._watchdog, self._memory, connected, is_bulk, pair
-        )
+        shared = self._threads, self._watchdog, self._memory
+        return CallerConnection(peer, self, *shared, connected, is_bulk, pair, self._traffic)
 
     def _bulk_of(self, connection: CallerConnection) -> CallerConnection | None:
         """Return the connection for large messages beside another one; None if that is broken."""

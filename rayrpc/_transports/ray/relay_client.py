@@ -33,7 +33,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.ray import ray_api
-from rayrpc._transports.ray.endpoint import Wire, from_wire, to_wire
+from rayrpc._transports.ray.endpoint import Wire, from_wire
 from rayrpc._transports.serving import ServingThreads
 
 __all__ = ["PollSchedule", "RelayClient", "ResultQueue"]
@@ -114,7 +114,7 @@ class RelayClient:
 
     Args:
         relay: handle of the relay.
-        plain (bool): this process uses Ray Client.
+        to_wire (Callable): returns the form of a reply that Ray sends.
         threads (ThreadCache): poll, serve and send.
         on_reply (Callable): called with the id and the late reply of a call of this process.
         send_reply (Callable): sends the reply to a deferred call: the request, then the reply.
@@ -123,13 +123,13 @@ class RelayClient:
     def __init__(
         self,
         relay: Any,
-        plain: bool,
+        to_wire: Callable[[Frame], Wire],
         threads: ThreadCache,
         on_reply: Callable[[int, Wire], None],
         send_reply: Callable[[Frame, Frame], None],
     ) -> None:
         self._relay = relay
-        self._plain = plain
+        self._to_wire = to_wire
         self._threads = threads
         self._on_reply = on_reply
         self._send_reply = send_reply
@@ -308,7 +308,7 @@ class RelayClient:
                 lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
             )
         elif number is not None and results is not None:
-            results.append((number, to_wire(reply, self._plain)))
+            results.append((number, self._to_wire(reply)))
         else:
             self._reply(frame, number, reply)
 
@@ -316,7 +316,7 @@ class RelayClient:
         if number is None:
             self._send_reply(frame, reply)
         else:
-            self._send_result((number, to_wire(reply, self._plain)))
+            self._send_result((number, self._to_wire(reply)))
 
     def _send_result(self, result: Result) -> None:
         """Send a result, together with those that are added meanwhile."""

@@ -22,7 +22,7 @@ from ray.exceptions import (
 from rayrpc._concurrency.outcome import Error, Outcome, Value
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Deferred, Pending, PendingReply, Serve, Transport, served
 from rayrpc._transports.expected_replies import ExpectedReplies
 from rayrpc._transports.ray import ray_api
@@ -117,6 +117,7 @@ class RayTransport(Transport):
         self._handles: dict[str, Any] = {}  # of peers' endpoints, by token
         self._searches: dict[str, list[tuple[Frame, PendingReply]]] = {}  # what waits for handles
         self._lock = threading.Lock()
+        self._sent_bytes = 0
         self._plain = through_client()
         endpoint = hosted_endpoint()
         self._hosted = endpoint and endpoint.reserve()
@@ -126,7 +127,7 @@ class RayTransport(Transport):
             self._address = Address(f"{worker}#{token}", namespace)
             relay = self._start_relay(worker, joined())
             self._relay = RelayClient(
-                relay, self._plain, self._threads, self.on_reply, self.send_reply
+                relay, self._to_wire, self._threads, self.on_reply, self.send_reply
             )
 
     def _start_relay(self, worker: str, joined: Any) -> Any:
@@ -208,7 +209,7 @@ class RayTransport(Transport):
 
     def _send(self, peer: Member, frame: Frame) -> Pending:
         try:
-            ref = self._handle(peer).handle.remote(to_wire(frame, self._plain))
+            ref = self._handle(peer).handle.remote(self._to_wire(frame))
         except Exception as exc:
             frame.pending = failed = PendingReply()
             failed.complete(Error(_translated(peer, exc)))
@@ -229,6 +230,22 @@ class RayTransport(Transport):
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         self._handles.pop(peer.token, None)
         self._replies.fail(error, token=peer.token)
+
+    def sent_bytes(self) -> dict[str, int]:
+        return {"ray": self._sent_bytes}
+
+    def _to_wire(self, frame: Frame, plain: bool | None = None) -> Wire:
+        """Return the form of a frame that Ray sends; count its bytes.
+
+        Args:
+            frame: to send.
+            plain: the receiver uses Ray Client; None: not known.
+        """
+        wire = to_wire(frame, self._plain if plain is None else plain)
+        head = wire if isinstance(wire, bytes) else wire[0]
+        with self._lock:
+            self._sent_bytes += len(head) + size_of(frame)
+        return wire
 
     def flush_replies(self, timeout: float) -> None:
         if self._hosted is not None:
@@ -262,7 +279,7 @@ class RayTransport(Transport):
         if caller is not None and not self._closed:
             with contextlib.suppress(WorkerDiedError):
                 handle = self._handle(caller)
-                handle.deliver.remote(request.call_id, to_wire(reply, self._plain))
+                handle.deliver.remote(request.call_id, self._to_wire(reply))
 
     # -- serving ------------------------------------------------------------------------------
 
@@ -280,7 +297,7 @@ class RayTransport(Transport):
             # in another thread than the one that completes it, which may be Ray's
             reply.on_done(lambda late: self._threads.submit(lambda: self.send_reply(frame, late)))
             return DEFERRED
-        return to_wire(reply, plain=isinstance(wire, tuple))
+        return self._to_wire(reply, plain=isinstance(wire, tuple))
 
 
 def _translated(peer: Member, error: Exception) -> Exception:

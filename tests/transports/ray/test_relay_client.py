@@ -12,6 +12,7 @@ from conftest import eventually
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._transports.ray import relay_client
+from rayrpc._transports.ray.endpoint import to_wire
 from rayrpc._transports.ray.relay import Relay
 from rayrpc._transports.ray.relay_client import (
     MAX_EXCHANGES,
@@ -124,7 +125,7 @@ class TestFaults:
     def client(self, threads, monkeypatch):
         monkeypatch.setattr(relay_client, "FAULT_SECONDS", 0.01)
         relay: Any = SimpleNamespace(exchange=None, give=SimpleNamespace(remote=list))
-        return RelayClient(relay, False, threads, lambda *_: None, lambda *_: None)
+        return RelayClient(relay, to_wire, threads, lambda *_: None, lambda *_: None)
 
     def test_an_error_in_a_poller_leaves_another_and_its_results(self, client):
         given: queue.SimpleQueue[Any] = queue.SimpleQueue()
