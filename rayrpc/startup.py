@@ -13,6 +13,7 @@ import torch
 from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.call_log import CallLog
+from rayrpc._observe.metrics import Metrics
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.slow_calls import SlowCalls
@@ -26,7 +27,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._runtime.user_api import UserApi
-from rayrpc._transports import open_transport
+from rayrpc._transports import open_metrics, open_transport
 from rayrpc._transports.process_origin import this_origin
 from rayrpc.config import Settings
 from rayrpc.errors import ArgumentTypeError, RpcError
@@ -195,6 +196,10 @@ def make_agent(
     agent.on_shutdown(lambda: set_waits(None))
     if collector := os.environ.get(TRACE_VARIABLE):
         _trace_run(agent, f"{key}:{snapshot.session}", collector)
+    if settings.metrics and (sink := open_metrics(warns=snapshot.me.id == 0)) is not None:
+        metrics = Metrics(agent, sink)
+        agent.on_shutdown(metrics.close)
+        metrics.start()
     if settings.slow_call:
         slow_calls = SlowCalls(agent, settings.slow_call)
         agent.on_shutdown(slow_calls.close)

@@ -15,6 +15,7 @@ By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc sta
 - ``waits``: the graph of who waits for whom, from the reports of a group (pure).
 - ``group_status``: the reports of a group, as text, HTML and data; with ``tables``.
 - ``rref_list``: the RRefs of a group (``rpc.rrefs``).
+- ``metrics``: counts and times of calls, recorded by Ray's metrics every few seconds.
 - ``slow_calls``: logs calls that wait for long, with what the callee reports of them.
 
 Invariants: a call that nothing observes pays for one look at the hook, ``Hook.wants``.  A report

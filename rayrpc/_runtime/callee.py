@@ -32,7 +32,9 @@ from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 
-__all__ = ["Callee"]
+__all__ = ["BeforeReply", "Callee"]
+
+BeforeReply = Callable[[ServedCall, Outcome[Any]], object]
 
 
 class Callee:
@@ -59,8 +61,22 @@ class Callee:
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
         self.around: list[Callable[[], AbstractContextManager[Any]]] = []
-        #: called when a function has ended, before its caller learns that
-        self.before_reply: Callable[[], None] | None = None
+        self._before_reply: BeforeReply | None = None
+
+    def before_reply(self, task: BeforeReply) -> None:
+        """Have a task run when a user's function, or its Future, has ended, before the reply.
+
+        Args:
+            task: takes the call and its outcome.
+        """
+        first = self._before_reply
+
+        def both(call: ServedCall, outcome: Outcome[Any]) -> None:
+            if first is not None:
+                first(call, outcome)
+            task(call, outcome)
+
+        self._before_reply = task if first is None else both
 
     def close(self) -> None:
         """End the async functions that run."""
@@ -236,8 +252,8 @@ class Callee:
         self, frame: Frame, entry: ServedCall, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
         try:
-            if self.before_reply is not None:
-                self.before_reply()
+            if self._before_reply is not None:
+                self._before_reply(entry, outcome)
             if entry.cell is not None:
                 return self._keep(frame, entry, outcome, call)
             if isinstance(outcome, Error):

@@ -23,13 +23,17 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import os
 
+from rayrpc._protocol.metrics import Sink
 from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["open_transport"]
+__all__ = ["open_metrics", "open_transport"]
+
+logger = logging.getLogger(__name__)
 
 
 def open_transport(
@@ -91,3 +95,24 @@ def open_transport(
         peer_timeout=settings.peer_timeout,
     )
     return direct, directory
+
+
+def open_metrics(warns: bool = False) -> Sink | None:
+    """Return what records metrics; None with Ray Client, which has none.
+
+    Args:
+        warns: log it if the metrics of some process cannot be read.
+    """
+    from rayrpc._transports.ray.cluster import through_client
+    from rayrpc._transports.ray.ray_metrics import RayMetrics, nodes_without_port
+
+    if through_client():
+        logger.warning("the setting metrics has no effect here: Ray Client records none")
+        return None
+    if warns and (nodes := nodes_without_port()):
+        logger.warning(
+            "the setting metrics is on, but Ray has no port to read them at on %s: install the "
+            "extra rayrpc[metrics] (which is ray[default]) there, and start Ray again",
+            ", ".join(nodes),
+        )
+    return RayMetrics()

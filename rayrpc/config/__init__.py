@@ -242,6 +242,12 @@ class Settings:
     log_to_terminal: bool = key(
         True, FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
     )
+    metrics: bool = key(
+        False,
+        FLAG,
+        "Whether workers record metrics, for Prometheus at the port of their Ray node.",
+        _flag_word,
+    )
     prefix_output: Literal["auto", "always", "never"] = key(
         "auto",
         choice("auto", "always", "never"),

@@ -228,7 +228,8 @@ class HostedWorker:
         options.init_method = init_method
         api.init_rpc(name, rpc_backend_options=options)
         if self._capture is not None:
-            current.get_agent().callee.before_reply = self._capture.sync
+            capture = self._capture
+            current.get_agent().callee.before_reply(lambda *_: capture.sync())
 
     @ray.method(concurrency_group="main")
     def leave_group(self) -> None:

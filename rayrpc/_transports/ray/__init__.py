@@ -15,6 +15,7 @@ In the order in which a worker meets them:
     transport         ``RayTransport``: calls peers' endpoints, serves this worker's own
     inspection        asks the workers of all groups what they do, from a process in none
     trace_collector   the actor that takes what the workers of a traced run have recorded
+    ray_metrics       records a worker's metrics as Ray's
     ray_errors        Ray's errors as errors of rayrpc
 
     caller ──handle(wire)──> endpoint of the callee ──> callee
