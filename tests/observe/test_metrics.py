@@ -161,6 +161,22 @@ def test_a_sink_that_fails_ends_nothing(pair, caplog):
     assert "ERROR" not in caplog.text
 
 
+@pytest.mark.skipif(HAS_AGENT, reason="ray[default] is installed: there is a port")
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_without_a_port_is_told_once(caplog):
+    before = rpc.settings()
+    rpc.configure(metrics=True)
+    try:
+        rpc.start_workers(["carol"], me="me")
+        (record,) = [each for each in caplog.records if "metrics" in each.getMessage()]
+        address = ray.nodes()[0]["NodeManagerAddress"]
+        assert f"no port to read them at on {address}: install" in record.getMessage()
+        assert "rayrpc[metrics]" in record.getMessage()
+    finally:
+        rpc.shutdown()
+        config.use(before)
+
+
 @pytest.mark.skipif(not HAS_AGENT, reason="ray[default] is not installed: no port has metrics")
 @pytest.mark.usefixtures("ray_cluster")
 def test_rays_prometheus_port_has_the_metrics_of_all_workers(monkeypatch):

@@ -57,6 +57,28 @@ def test_no_rref_is_a_list_of_none(group):
     assert observe.rrefs() == [] and str(observe.rrefs()) == "no RRef is held by a worker"
 
 
+@pytest.mark.parametrize("silent", ["owner", "holder"])
+def test_only_the_type_is_missing_where_one_worker_is_silent(group, silent):
+    a, b, c = group
+    rref = a.remote(b, make)
+    a.sync(c, keep, rref)
+    assert eventually(lambda: [each.holders for each in observe.rrefs()] == [{"a": 1, "c": 1}])
+
+    def hangs(what):
+        go.wait(60)
+        return b""
+
+    worker = b if silent == "owner" else c
+    worker.agent.callee.inspect = hangs
+    try:
+        (entry,) = observe.rrefs(timeout=0.5)
+    finally:
+        go.set()
+    # both the owner and each holder know who holds it
+    assert entry.owner == "b" and entry.holders == {"a": 1, "c": 1}
+    assert entry.type == ("" if silent == "owner" else "Tensor")
+
+
 def test_an_rref_is_listed_with_its_owner_type_place_and_holders(group):
     a, b, c = group
     rref = a.remote(b, make)
