@@ -228,11 +228,17 @@ class _Loop:
             self._loop.stop()
 
 
+async def stepwise(
+    coroutine: Coroutine[Any, Any, Any], within: Callable[[], AbstractContextManager[Any]]
+) -> Any:
+    """Run a coroutine, each of its steps in a context of its own."""
+    return await _steps(coroutine, within)  # from Python 3.12 on no task takes a generator
+
+
 @types.coroutine
-def stepwise(
+def _steps(
     coroutine: Coroutine[Any, Any, Any], within: Callable[[], AbstractContextManager[Any]]
 ) -> Generator[Any, Any, Any]:
-    """Run a coroutine, each of its steps in a context of its own."""
     sent: Any = None
     thrown: BaseException | None = None
     while True:

@@ -1,6 +1,8 @@
 """Event loops of async functions: what ends a coroutine must not end its loop."""
 
 import asyncio
+import contextlib
+import inspect
 import threading
 from typing import Any
 
@@ -9,7 +11,7 @@ from conftest import eventually
 from memory_workers import WAIT, MemoryWorker
 
 from rayrpc._concurrency.outcome import Error, Value
-from rayrpc._runtime.coroutines import Coroutines
+from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._transports.memory import MemoryHub
 
 
@@ -169,3 +171,29 @@ def test_an_async_target_that_exits_is_an_error_as_a_plain_one_and_others_go_on(
         for worker in (a, b):
             worker.die()
             worker.agent.shutdown()
+
+
+async def adds_in_steps(x):
+    await asyncio.sleep(0)
+    with contextlib.suppress(KeyError):
+        await leave(KeyError("once"))
+    return x + 1
+
+
+def test_a_coroutine_runs_step_by_step_in_a_context_each(runner):
+    entered = []
+
+    @contextlib.contextmanager
+    def within():
+        entered.append(threading.get_ident())
+        yield
+
+    ends = Ends(runner)
+    stepped = stepwise(adds_in_steps(1), within)
+    assert inspect.iscoroutine(stepped)  # from Python 3.12 on a task takes nothing else
+    ends.submit("value", stepped)
+    ends.submit("error", stepwise(leave(ValueError("x")), within))
+    assert eventually(lambda: len(ends.seen) == 2)
+    assert ends.seen["value"] == Value(2)
+    assert isinstance(ends.seen["error"].error, ValueError)
+    assert len(entered) == 5 and len(set(entered)) == 1
