@@ -46,6 +46,7 @@ def interrupted(
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # first: Python 3.12 looks at it in ``settrace``
     sys.settrace(trace)
     try:
         function()
