@@ -50,7 +50,8 @@ class Metrics:
         self._agent = agent
         self._sink = sink
         self._labels = {"group": agent.key, "worker": agent.info.name}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what calls add to
+        self._recording = threading.Lock()  # held by who records
         self._served: dict[tuple[str, str], _Series] = {}
         self._known: set[tuple[str, str]] = set()  # that have labels of their own
         self._times = 0
@@ -75,7 +76,11 @@ class Metrics:
         """Count a call whose function has ended, in the thread that replies."""
         seconds = time.monotonic() - call.since
         caller = self._agent.find(call.src)
-        key = function_name(call.func) or OTHER, OTHER if caller is None else caller.name
+        try:
+            function = function_name(call.func)
+        except Exception:  # the program's callable raises it
+            function = ""
+        key = function or OTHER, OTHER if caller is None else caller.name
         with self._lock:
             if key not in self._known:
                 if len(self._known) < MOST_SERIES:
@@ -103,6 +108,10 @@ class Metrics:
 
     def record(self) -> None:
         """Record what has changed since the last time."""
+        with self._recording:
+            self._record_all()
+
+    def _record_all(self) -> None:
         with self._lock:
             served, self._served, self._times = self._served, {}, 0
         for (function, caller), series in served.items():
@@ -111,11 +120,11 @@ class Metrics:
             self._record("rayrpc_call_errors", series.errors, **labels)
             self._record("rayrpc_call_seconds", *series.seconds, **labels)
         agent = self._agent
-        made, self._made = agent.caller.sent - self._made, agent.caller.sent
-        self._record("rayrpc_calls_made", made)
-        before, self._sent = self._sent, agent.sent_bytes()
+        before, self._made = self._made, agent.caller.sent
+        self._record("rayrpc_calls_made", self._made - before)
+        sent_before, self._sent = self._sent, agent.sent_bytes()
         for way, sent in self._sent.items():
-            self._record("rayrpc_sent_bytes", sent - before.get(way, 0), way=way)
+            self._record("rayrpc_sent_bytes", sent - sent_before.get(way, 0), way=way)
         self._record("rayrpc_open_calls", len(open_requests(agent)))
         self._record("rayrpc_busy_slots", agent.slots.limit - agent.slots.free)
         self._record("rayrpc_queued_calls", agent.slots.waiting)

@@ -1,8 +1,10 @@
 """Metrics of workers: what is counted, and that Ray's Prometheus port has it."""
 
 import importlib.util
+import itertools
 import json
 import re
+import sys
 import threading
 import urllib.request
 
@@ -118,6 +120,54 @@ def test_bytes_are_counted_by_way(pair):
     assert (
         values["rayrpc_sent_bytes", "connection"] == 15 and values["rayrpc_sent_bytes", "ray"] == 3
     )
+
+
+def test_what_several_threads_record_is_recorded_once(pair):
+    """The thread may record while a worker that shuts down does."""
+    _, b, recorder, values, _ = pair
+    sent = itertools.count(1)
+    b.agent.sent_bytes = lambda: {"connection": next(sent)}
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [
+            threading.Thread(target=lambda: [recorder.record() for _ in range(200)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert values["rayrpc_sent_bytes", "connection"] == 800
+
+
+def test_calls_made_between_two_looks_are_not_lost(pair, monkeypatch):
+    _, b, recorder, values, _ = pair
+    looks = itertools.count(1)
+    monkeypatch.setattr(
+        type(b.agent.caller), "sent", property(lambda _: next(looks)), raising=False
+    )
+    recorder.record()
+    recorder.record()
+    assert values["rayrpc_calls_made",] == next(looks) - 1
+
+
+class Nameless:
+    def __getattr__(self, name):
+        raise RuntimeError if name == "__qualname__" else AttributeError(name)
+
+    def __call__(self):
+        return 3
+
+
+def test_a_function_whose_name_raises_is_replied_to(pair):
+    a, b, recorder, values, _ = pair
+    begun(recorder)
+    assert a.sync(b, Nameless()) == 3
+    recorder.record()
+    assert values["rayrpc_calls_served", "a", "other"] == 1
 
 
 def test_joins_and_deaths_are_counted(pair):
