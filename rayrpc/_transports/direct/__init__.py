@@ -14,6 +14,7 @@ The files, in the order in which a call meets them:
 - ``wire``: the format of messages, and their reader;
 - ``received_memory``: of large buffers from other nodes;
 - ``send_queue``: writes messages in batches, without blocking the sender for long;
+- ``traffic``: counts the bytes that connections send;
 - ``silence``: closes connections to hosts that do not answer;
 - ``tls``: encrypts connections between nodes;
 - ``peer_process``: the process at the other end of a UNIX socket;

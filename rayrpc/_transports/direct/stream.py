@@ -83,7 +83,8 @@ class Stream:
         self._held: list[Callable[[], object]] = []  # until the peer has read
         self._unread_lock = threading.Lock()
         self._shared_bytes = 0  # in segments that were sent since the peer last had read all
-        self._sent = (traffic or Traffic()).open()
+        self._traffic = traffic or Traffic()
+        self._sent = self._traffic.open()
         self._send_queue = SendQueue(connection, threads, on_broken, self._sent)
         self.flush = self._send_queue.flush
         self.flush_later = self._send_queue.flush_later
@@ -268,7 +269,7 @@ class Stream:
 
     def close(self) -> None:
         """End the connection, and free its memory."""
-        self._sent.is_final = True
+        self._traffic.end(self._sent)
         self.shut_down()
         self._close_received()
         if self._pool is not None:

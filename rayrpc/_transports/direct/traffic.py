@@ -13,15 +13,13 @@ class Sent:
     Each count is added to by one thread at a time.
     """
 
-    __slots__ = ("connection", "is_final", "shared_memory")
+    __slots__ = ("connection", "shared_memory")
 
     def __init__(self) -> None:
         #: bytes that were written to the connection
         self.connection = 0
         #: bytes of buffers that were shared instead
         self.shared_memory = 0
-        #: the connection has ended
-        self.is_final = False
 
 
 class Traffic:
@@ -30,26 +28,29 @@ class Traffic:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended = Sent()
-        self._open: list[Sent] = []
+        self._open: set[Sent] = set()
 
     def open(self) -> Sent:
         """Return the counts for a new connection."""
         sent = Sent()
         with self._lock:
-            self._open.append(sent)
+            self._open.add(sent)
         return sent
+
+    def end(self, sent: Sent) -> None:
+        """Keep the sums alone of a connection that has ended; idempotent."""
+        with self._lock:
+            if sent in self._open:
+                self._open.remove(sent)
+                self._ended.connection += sent.connection
+                self._ended.shared_memory += sent.shared_memory
 
     def total(self) -> dict[str, int]:
         """Return the bytes by way: ``connection`` and ``shared_memory``."""
-        ended = self._ended
         with self._lock:
-            final = [sent for sent in self._open if sent.is_final]
-            for sent in final:
-                ended.connection += sent.connection
-                ended.shared_memory += sent.shared_memory
-            self._open = [sent for sent in self._open if sent not in final]
-            counts = [ended, *self._open]
-        return {
-            "connection": sum(sent.connection for sent in counts),
-            "shared_memory": sum(sent.shared_memory for sent in counts),
-        }
+            counts = [self._ended, *self._open]
+            total = {
+                "connection": sum(sent.connection for sent in counts),
+                "shared_memory": sum(sent.shared_memory for sent in counts),
+            }
+        return total

@@ -24,12 +24,24 @@ def test_what_has_ended_is_counted_once():
     first, second = traffic.open(), traffic.open()
     first.connection, first.shared_memory, second.connection = 5, 100, 7
     assert traffic.total() == {"connection": 12, "shared_memory": 100}
-    first.is_final = True
     for _ in range(2):
+        traffic.end(first)
         assert traffic.total() == {"connection": 12, "shared_memory": 100}
     second.connection += 1
     assert traffic.total() == {"connection": 13, "shared_memory": 100}
-    assert traffic._open == [second]
+    assert traffic._open == {second}
+
+
+def test_nothing_is_kept_of_each_connection_that_has_ended(group):
+    a, b = group({}, {})
+    for number in range(2):
+        a.call(b, number, b"x").wait(WAIT_SECONDS)
+        connection, _ = connections(a, b)
+        connection.break_off("the test")
+        assert eventually(lambda: connections(a, b)[0] is not connection)  # noqa: B023
+    for worker in (a, b):
+        kept = worker.transport._traffic._open
+        assert eventually(lambda: len(kept) == 1)  # noqa: B023
 
 
 def test_a_cut_connection_and_the_next_one_are_counted_together(group):
