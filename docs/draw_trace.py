@@ -72,30 +72,23 @@ def color(event: Event) -> str:
     return COLORS.get(event["name"].partition(":")[0], FUNCTION)
 
 
-def levels(shown: list[Event]) -> dict[int, int]:
-    """Return how many slices of its row each slice is inside of, by its position in the list."""
-    found = {}
-    for number, each in enumerate(shown):
-        found[number] = sum(
-            (other["pid"], other["tid"]) == (each["pid"], each["tid"])
+def row(event: Event) -> tuple[int, int]:
+    """Return the process and the thread of an event."""
+    return event["pid"], event["tid"]
+
+
+def levels(shown: list[Event]) -> list[int]:
+    """Return of each slice how many longer ones of its row it is inside of."""
+    return [
+        sum(
+            row(other) == row(each)
             and other["ts"] <= each["ts"]
             and other["ts"] + other["dur"] >= each["ts"] + each["dur"]
             and other["dur"] > each["dur"]
             for other in shown
         )
-    return found
-
-
-def level_at(shown: list[Event], level: dict[int, int], event: Event) -> int:
-    """Return the level of the innermost slice of its row that an event is inside of."""
-    row = event["pid"], event["tid"]
-    over = [
-        level[number]
-        for number, each in enumerate(shown)
-        if (each["pid"], each["tid"]) == row
-        and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
+        for each in shown
     ]
-    return max(over, default=0)
 
 
 def draw(trace: dict[str, Any], picture: Path) -> None:
@@ -104,33 +97,35 @@ def draw(trace: dict[str, Any], picture: Path) -> None:
     shown = [each for each in slices(events) if each["dur"] >= SHORTEST_US]
     begin = min(each["ts"] for each in shown)
     names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    level = levels(shown)
+    placed = list(zip(shown, levels(shown), strict=True))
     at: dict[tuple[int, int], float] = {}
     bottom = 0.0
-    threads = {(e["pid"], e["tid"]) for e in events if e["ph"] in "Xf"}
-    for row in sorted({(each["pid"], each["tid"]) for each in shown} | threads):
-        inside = [level[i] for i, e in enumerate(shown) if (e["pid"], e["tid"]) == row]
-        at[row] = bottom
-        bottom -= 1 + max(inside, default=0) + 0.4
+    rows = {*map(row, shown), *(row(event) for event in events if event["ph"] in "Xf")}
+    for each in sorted(rows):
+        at[each] = bottom
+        bottom -= 1.4 + max((level for event, level in placed if row(event) == each), default=0)
     figure, axes = plt.subplots(figsize=(11, 0.5 - 0.33 * bottom), layout="constrained")
-    for number, each in enumerate(shown):
-        left, width = (each["ts"] - begin) / 1e3, each["dur"] / 1e3
-        where = at[each["pid"], each["tid"]] - level[number]
-        axes.barh(where, width, 0.9, left, color=color(each), edgecolor="white", linewidth=0.5)
-        name = each["name"].replace("__main__.", "")
+    for event, level in placed:
+        left, width = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
+        where = at[row(event)] - level
+        axes.barh(where, width, 0.9, left, color=color(event), edgecolor="white", linewidth=0.5)
+        name = event["name"].replace("__main__.", "")
         if width > 0.075 * len(name):
             axes.text(left + 0.03, where, name, va="center", fontsize=7)
+
+    def point(event: Event) -> tuple[float, float]:
+        """Return where an arrow begins or ends: at the innermost slice there."""
+        over = [
+            level
+            for each, level in placed
+            if row(each) == row(event) and each["ts"] <= event["ts"] < each["ts"] + each["dur"]
+        ]
+        return (event["ts"] - begin) / 1e3, at[row(event)] - max(over, default=0)
+
     arrow = {"arrowstyle": "->", "color": "#444444", "shrinkA": 0, "shrinkB": 0}
     starts = {each["id"]: each for each in events if each["ph"] == "s"}
     for end in (each for each in events if each["ph"] == "f"):
-        begins, ends = (
-            (
-                (each["ts"] - begin) / 1e3,
-                at[each["pid"], each["tid"]] - level_at(shown, level, each),
-            )
-            for each in (starts[end["id"]], end)
-        )
-        axes.annotate("", ends, begins, arrowprops=arrow)
+        axes.annotate("", point(end), point(starts[end["id"]]), arrowprops=arrow)
     labels = [
         f"{names[pid].partition(' (')[0]}: {'calls' if tid == 0 else 'thread'}" for pid, tid in at
     ]
@@ -140,6 +135,7 @@ def draw(trace: dict[str, Any], picture: Path) -> None:
     axes.legend([Patch(color=each) for each in kinds.values()], kinds, fontsize=8, frameon=False)
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(picture, dpi=110)
+    plt.close(figure)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ In the order in which a worker meets them:
     rref_table    the state machine of RRefs: who holds forks, when a value is released
     rref_link     ... and the order of its messages between two workers
     transport     the seams that carry frames and membership: ``Transport`` and ``Directory``
+    metrics       what is recorded of a worker, and the seam that records it: ``Sink``
 
 Invariants:
 

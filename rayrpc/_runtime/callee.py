@@ -70,13 +70,10 @@ class Callee:
             task: takes the call and its outcome.
         """
         first = self._before_reply
-
-        def both(call: ServedCall, outcome: Outcome[Any]) -> None:
-            if first is not None:
-                first(call, outcome)
-            task(call, outcome)
-
-        self._before_reply = task if first is None else both
+        if first is None:
+            self._before_reply = task
+        else:
+            self._before_reply = lambda *ended: (first(*ended), task(*ended))
 
     def close(self) -> None:
         """End the async functions that run."""

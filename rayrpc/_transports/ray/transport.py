@@ -243,8 +243,9 @@ class RayTransport(Transport):
         """
         wire = to_wire(frame, self._plain if plain is None else plain)
         head = wire if isinstance(wire, bytes) else wire[0]
+        count = len(head) + size_of(frame)
         with self._lock:
-            self._sent_bytes += len(head) + size_of(frame)
+            self._sent_bytes += count
         return wire
 
     def flush_replies(self, timeout: float) -> None:
