@@ -84,6 +84,7 @@ def strikes(files: Collection[str | None], finalizers: bool = True) -> Iterator[
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
+    # the second one is called by the garbage collector, which ignores its exceptions, too
+    while frame is not None and frame.f_code.co_name not in ("__del__", "_on_collection"):
         frame = frame.f_back
     return frame is not None
