@@ -359,17 +359,21 @@ if __name__ == "__main__":
     for _ in range(30):
         time.sleep(0.1)
         assert not ray.is_initialized()
-    try:
-        rpc.rpc_sync("bob", int, args=(6,))
-    except rpc.errors.CallError as exc:
-        print(exc, flush=True)
+    for name in ("alice", "bob"):  # of which one was called before
+        try:
+            rpc.rpc_sync(name, int, args=(6,))
+        except rpc.errors.CallError as exc:
+            print(exc, flush=True)
     assert not ray.is_initialized()
     os._exit(0)
 """
 
 
-def test_nothing_starts_ray_again_that_was_shut_down_under_rpc(ray_cluster, start, script):
-    run = start(script(WITHOUT_RAY))
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.slow), "ray"])
+def test_nothing_starts_ray_again_that_was_shut_down_under_rpc(
+    ray_cluster, start, script, transport
+):
+    run = start(script(WITHOUT_RAY), RAYRPC_TRANSPORT=transport)
     assert run.end() == 0, run.output
     assert "RPC worker 'bob'" in run.output
 

@@ -133,7 +133,7 @@ class RayDirectory(Directory):
 
     def decided(self, token: str) -> Any:
         """Return an ObjectRef that is ready when the directory has decided on a join."""
-        return self._actor.decided.remote(token)
+        return ray_api.submit(self._actor.decided, token)
 
     def join(self, member: Member, timeout: float) -> Snapshot:
         self._worker = member.name
@@ -171,7 +171,7 @@ class RayDirectory(Directory):
                 time.sleep(CALL_RETRY_SECONDS)
 
     def _incomplete(self, member: Member, timeout: float) -> GroupError:
-        withdrawn = self._actor.withdraw.remote(member.token)
+        withdrawn = ray_api.submit(self._actor.withdraw, member.token)
         missing, users = ray_api.get(withdrawn, timeout=ANSWER_SECONDS)
         ranks = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {missing} are"
         return GroupError(
@@ -236,7 +236,7 @@ class RayDirectory(Directory):
             apply: called with the losses that this worker finds where the directory is silent.
         """
 
-        ask = functools.partial(self._actor.poll.remote, self._token, self._version)
+        ask = functools.partial(ray_api.submit, self._actor.poll, self._token, self._version)
         answer: Any = None
         faults = 0
         begin = time.monotonic()
@@ -251,12 +251,12 @@ class RayDirectory(Directory):
                     if self._is_silent:
                         self._is_silent = False
                         # the directory and this worker may not have lost the same members
-                        self._actor.expel.remote(self._token, CUT_OFF)
+                        ray_api.submit(self._actor.expel, self._token, CUT_OFF)
                         if changes is None:
                             return CUT_OFF
                     if changes is None or changes == WANTS_MEMBERS:
                         reported = self._report(with_members=changes is not None)
-                        ask = functools.partial(self._actor.restore.remote, *reported)
+                        ask = functools.partial(ray_api.submit, self._actor.restore, *reported)
                         answer = None
                         continue
                     if isinstance(changes, Restored):
@@ -360,7 +360,7 @@ class RayDirectory(Directory):
         )
 
     def members(self) -> list[Member]:
-        return self._ask(lambda: self._actor.members.remote(self._token), None)  # type: ignore[no-any-return]
+        return self._ask(lambda: ray_api.submit(self._actor.members, self._token), None)  # type: ignore[no-any-return]
 
     def _ask(self, call: Callable[[], Any], timeout: float | None) -> Any:
         """Return the directory's answer; ask again if it is restarted meanwhile.
@@ -402,12 +402,12 @@ class RayDirectory(Directory):
     def sync(self, tag: str, payload: Any, timeout: float | None) -> dict[str, Any]:
         try:
             reports: Any = self._ask(
-                lambda: self._actor.sync.remote(tag, self._token, payload), timeout
+                lambda: ray_api.submit(self._actor.sync, tag, self._token, payload), timeout
             )
             if isinstance(reports, SharedReports):
                 reports = ray_api.get(reports.reports, timeout=timeout)
         except GetTimeoutError:
-            absent = self._actor.absent.remote(tag, self._token)
+            absent = ray_api.submit(self._actor.absent, tag, self._token)
             names = ", ".join(ray_api.get(absent, timeout=ANSWER_SECONDS))
             raise GroupError(
                 f"RPC worker {self._worker!r} waited {timeout:g} s at {tag!r} for workers that "
@@ -431,7 +431,8 @@ class RayDirectory(Directory):
         with contextlib.suppress(RayError):
             while not (deadline.expired or self._is_lost):
                 try:
-                    ray_api.get(self._actor.leave.remote(self._token), timeout=ANSWER_SECONDS)
+                    left = ray_api.submit(self._actor.leave, self._token)
+                    ray_api.get(left, timeout=ANSWER_SECONDS)
                     return
                 except ActorUnavailableError:
                     time.sleep(CALL_RETRY_SECONDS)

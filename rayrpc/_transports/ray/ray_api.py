@@ -1,7 +1,8 @@
 """Ray's functions, which here are errors where Ray has ended.
 
-The functions of the same names in ``ray`` start Ray again: a thread that outlives
-``ray.shutdown()`` would start a cluster that nobody wants, and wait for an answer there.  And while
+The functions of the same names in ``ray``, and ``remote`` of an actor's method, start Ray again: a
+thread that outlives ``ray.shutdown()`` would start a cluster that nobody wants, and wait for an
+answer there.  And while
 ``ray.shutdown()`` runs in another thread, Ray ends the process if a reference is deleted: so the
 error comes when it has run, since references are deleted where it is handled.
 
@@ -16,12 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray._private import worker
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RaySystemError
 
 from rayrpc._concurrency.deadlines import Deadline
 
-__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "wait"]
+__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "submit", "wait"]
 
 # How long ``ray.shutdown()`` may take to end Ray's client.
 SHUTDOWN_SECONDS = 30.0
@@ -89,6 +91,21 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
         except GetTimeoutError:
             if deadline.expired:
                 raise
+
+
+def submit(method: Any, *args: Any) -> Any:
+    """Call an actor's method; return the ObjectRef.
+
+    Args:
+        method: of the actor's handle.
+        args: of the method.
+
+    Raises:
+        RaySystemError: Ray has ended.
+    """
+    if not ray.is_initialized():
+        raise RaySystemError("Ray has not been started yet.")
+    return method.remote(*args)
 
 
 _get = _called(worker.get)

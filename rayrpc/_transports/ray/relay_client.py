@@ -164,7 +164,7 @@ class RelayClient:
         self._closed = True
         if self._has_polled:  # else no peer waits for a reply; the relay may not run yet
             with contextlib.suppress(RayError):
-                ray_api.get(self._relay.close.remote(token, timeout))
+                ray_api.get(ray_api.submit(self._relay.close, token, timeout))
         ray.kill(self._relay)
 
     # -- polling ------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class RelayClient:
                 for result in results:
                     self._send_result(result)
                 results.clear()
-                self._relay.note_arrived.remote(arrived)
+                ray_api.submit(self._relay.note_arrived, arrived)
                 self._serving.end()
                 return
             results += self._results.take()
@@ -232,7 +232,7 @@ class RelayClient:
         """
 
         def exchange() -> Any:
-            ref = self._relay.exchange.remote(number, arrived, results[:])
+            ref = ray_api.submit(self._relay.exchange, number, arrived, results[:])
             self._serving.end()
             return ref
 
@@ -243,12 +243,16 @@ class RelayClient:
             if not self._closed:
                 logger.error("the relay of this worker is gone: no peer can reach it")
         except SystemExit:  # what Ray raises in its users' threads
-            if not self._closed:
-                logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
+            self._log_shutdown()
         except Exception:
-            if not self._closed:
+            if ray.is_initialized() and not self._closed:
                 raise
+            self._log_shutdown()
         return None
+
+    def _log_shutdown(self) -> None:
+        if not self._closed:
+            logger.error("Ray was shut down under RPC: call rpc.shutdown() before")
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Return the relay's answer; repeat the call while the connection breaks.
@@ -326,7 +330,7 @@ class RelayClient:
     def _send_results(self) -> None:
         while not self._closed and (results := self._results.take_to_send()):
             try:
-                self._ask(functools.partial(self._relay.give.remote, results))
+                self._ask(functools.partial(ray_api.submit, self._relay.give, results))
             except RayError:  # the relay has ended, and the calls with it
                 pass
             except BaseException:  # the next one sends them, too

@@ -209,7 +209,7 @@ class RayTransport(Transport):
 
     def _send(self, peer: Member, frame: Frame) -> Pending:
         try:
-            ref = self._handle(peer).handle.remote(self._to_wire(frame))
+            ref = ray_api.submit(self._handle(peer).handle, self._to_wire(frame))
         except Exception as exc:
             frame.pending = failed = PendingReply()
             failed.complete(Error(_translated(peer, exc)))
@@ -280,7 +280,7 @@ class RayTransport(Transport):
         if caller is not None and not self._closed:
             with contextlib.suppress(WorkerDiedError):
                 handle = self._handle(caller)
-                handle.deliver.remote(request.call_id, self._to_wire(reply))
+                ray_api.submit(handle.deliver, request.call_id, self._to_wire(reply))
 
     # -- serving ------------------------------------------------------------------------------
 

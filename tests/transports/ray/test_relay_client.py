@@ -11,7 +11,7 @@ import pytest
 from conftest import eventually
 
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._transports.ray import relay_client
+from rayrpc._transports.ray import ray_api, relay_client
 from rayrpc._transports.ray.endpoint import to_wire
 from rayrpc._transports.ray.relay import Relay
 from rayrpc._transports.ray.relay_client import (
@@ -144,6 +144,16 @@ class TestFaults:
         client.start(lambda frame, may_block=True: frame)
         assert polls_again.wait(60) and given.get(timeout=60) == (7, b"result")
 
+    def test_a_poller_ends_where_ray_was_shut_down(self, client, caplog, monkeypatch):
+        for module in (relay_client, ray_api):
+            monkeypatch.setattr(module, "ray", SimpleNamespace(is_initialized=lambda: False))
+        asked = itertools.count(1)
+        client._relay.exchange = SimpleNamespace(remote=lambda *_: next(asked))
+        client.start(lambda frame, may_block=True: frame)
+        assert eventually(lambda: "Ray was shut down under RPC" in caplog.text)
+        assert client._schedule.begin() and next(asked) == 1
+        assert "error in a thread" not in caplog.text
+
     def test_results_that_could_not_be_sent_are_sent_with_the_next(self, client):
         sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
         fails = [True]
@@ -152,7 +162,7 @@ class TestFaults:
             if fails:
                 fails.clear()
                 raise ArithmeticError("as expected")
-            sent.put(call.args[0])
+            sent.put(call.args[-1])
 
         client._ask = ask
         client._send_result((1, b"a"))
