@@ -9,6 +9,7 @@ import torch
 from rayrpc._autograd import explore, functions, leader, participant
 from rayrpc._autograd.graph import WHOLE_RUN, Entry, Stage
 from rayrpc._runtime import current
+from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.started_call import StartedCall
 
 
@@ -96,6 +97,7 @@ class FakeWorker:
         self.passes = 0
         self.calls = []
         self.submitted = []
+        self.waits = NotedWaits()
         monkeypatch.setattr(current, "get_agent", lambda: self)
         for module in (explore, leader, participant):
             monkeypatch.setattr(module, "call_without_context", self.call)
@@ -123,7 +125,7 @@ class FakeWorker:
         self.passes += change
 
     def find(self, worker):
-        return worker
+        return SimpleNamespace(name=f"worker{worker}")
 
     def submit(self, task):
         self.submitted.append(task)

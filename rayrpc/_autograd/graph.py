@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from rayrpc._autograd.accumulate import (
 from rayrpc._autograd.edges import edge_at
 from rayrpc._autograd.engine import AccumulateGrad, profiled, run_engine, seeds_of
 from rayrpc._autograd.functions import SEND_NODE
-from rayrpc._autograd.whole_run import Leave, WholeRun
+from rayrpc._autograd.whole_run import Leave, Noted, WholeRun
 
 __all__ = ["Entry", "GradGraph", "ROOTS", "Stage", "WHOLE_RUN"]
 
@@ -233,11 +234,12 @@ class GradGraph:
         """Tell whether all gradients are there, so that no run has to wait."""
         return not self._missing
 
-    def run_whole(self, leave: Leave) -> LeafGradients:
+    def run_whole(self, leave: Leave, noted: Noted = nullcontext) -> LeafGradients:
         """Run what no stage has run, and wait for the gradients that it needs.
 
         Args:
             leave: takes a receive function and its gradients.
+            noted: returns the context of the wait for a message, given its id.
 
         Returns:
             The gradients of all leaves, those of earlier stages included.
@@ -259,6 +261,7 @@ class GradGraph:
                 self._union_of("exits", keys),
                 leaves,
                 leave,
+                noted,
             )
             for key, arrived in self._arrived.items():
                 self._whole.add_gradients(key, arrived)

@@ -37,6 +37,7 @@ from rayrpc._autograd.hook import (
     start_without_context,
 )
 from rayrpc._autograd.participant import (
+    BACKWARD,
     DONE,
     ENDED,
     FAILED,
@@ -46,6 +47,7 @@ from rayrpc._autograd.participant import (
     Reply,
     abort_part,
     begin_part,
+    names_of,
 )
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
@@ -113,12 +115,19 @@ class Leader(Participant):
         except Exception as exc:  # a worker cannot be reached
             self.fail(exc)
         release_reader()
-        self.future.wait()
+        with self._agent.waits.noted(BACKWARD, self._unended):
+            self.future.wait()
+
+    def _unended(self) -> list[str]:
+        """Return the names of the workers whose parts have not ended."""
+        unended = [each for each, status in self._status.items() if status != ENDED]
+        return names_of(self._agent, unended)
 
     def _await_reply(self, wait: Callable[..., Reply]) -> Reply:
         self._calling = DIRECT
         try:
-            return wait(self._has_ended)
+            with self._agent.waits.noted(BACKWARD, self._unended):
+                return wait(self._has_ended)
         finally:
             self._calling = QUEUEING
 

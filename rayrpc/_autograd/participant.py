@@ -41,7 +41,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,9 +54,11 @@ from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import Entry, GradGraph
 from rayrpc._autograd.hook import call_without_context, contexts, find_context
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = [
+    "BACKWARD",
     "DONE",
     "ENDED",
     "FAILED",
@@ -65,7 +68,11 @@ __all__ = [
     "Reply",
     "abort_part",
     "begin_part",
+    "names_of",
 ]
+
+#: what threads that wait for other parts are said to wait in
+BACKWARD = "a backward pass"
 
 WAITING, RUNNING, RERUN, WHOLE_RUN, FINISHED, DONE, FAILED = range(7)
 
@@ -197,12 +204,17 @@ class Participant:
 
     def _run_whole(self) -> None:
         try:
-            leaves = self._graph.run_whole(self._leave)
+            leaves = self._graph.run_whole(self._leave, self._noted)
         except BaseException as exc:
             if not self.fail(exc):
                 self._report(exc)
         else:
             self._finish(leaves)
+
+    def _noted(self, message_id: int) -> AbstractContextManager[None]:
+        """Return the context of the wait for the gradients of a message."""
+        to = self._context.sends[message_id].to
+        return self._agent.waits.noted(BACKWARD, lambda: names_of(self._agent, [to]))
 
     def _leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Pass the gradients of a receive function on, during a whole run."""
@@ -340,6 +352,12 @@ class Participant:
 
     def _named(self, error: BaseException) -> RpcError:
         return RpcError(f"Error on Node {self._me}: {error}")
+
+
+def names_of(agent: Agent, workers: Iterable[int]) -> list[str]:
+    """Return the names of workers given by their ids, but for those that have left."""
+    members = map(agent.find, workers)
+    return [member.name for member in members if member is not None]
 
 
 def _completed(reply: Reply) -> Future[Reply]:

@@ -23,6 +23,7 @@ The engine's thread blocks in a waiting node.  Two rules make that safe:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ from rayrpc._autograd.functions import ANCHOR, running
 from rayrpc._concurrency.waiting import Notifier
 from rayrpc.errors import RpcError
 
-__all__ = ["Leave", "WholeRun"]
+__all__ = ["Leave", "Noted", "WholeRun"]
 
 # How often a run that waits looks whether it has been aborted, at least.
 CHECK_SECONDS = 1.0
 
 Leave = Callable[[Any, Sequence[torch.Tensor | None]], None]
+Noted = Callable[[int], AbstractContextManager[object]]
 
 
 class WholeRun:
@@ -54,6 +56,7 @@ class WholeRun:
         exits (Collection): the receive functions among them.
         leaves (Collection): the nodes of leaves.
         leave (Callable): takes a receive function and its gradients.
+        noted (Callable): returns the context of the wait for a message, given its id.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class WholeRun:
         exits: Collection[Any],
         leaves: Collection[Any],
         leave: Leave,
+        noted: Noted,
     ) -> None:
         self._seeds = seeds
         self._gates = gates
@@ -71,6 +75,7 @@ class WholeRun:
         self._exits = exits
         self._leaves = leaves
         self._leave = leave
+        self._noted = noted
         self._changed = Notifier()
         self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}
         self._is_aborted = False
@@ -141,12 +146,15 @@ class WholeRun:
         Raises:
             RuntimeError: the run was aborted.
         """
-        while message_id not in self._arrived:
-            if self._is_aborted:
-                raise RpcError("the backward pass has ended")
-            self._changed.wait_until(
-                lambda: message_id in self._arrived or self._is_aborted, CHECK_SECONDS
-            )
+        if message_id in self._arrived:
+            return
+        with self._noted(message_id):
+            while message_id not in self._arrived:
+                if self._is_aborted:
+                    raise RpcError("the backward pass has ended")
+                self._changed.wait_until(
+                    lambda: message_id in self._arrived or self._is_aborted, CHECK_SECONDS
+                )
 
     def _is_in_run(self) -> bool:
         """Tell whether a hook was called by this run, and not by another one of the same nodes."""

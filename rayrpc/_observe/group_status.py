@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rayrpc._observe.stacks import place_of
 from rayrpc._observe.tables import aligned, as_html, duration, size
-from rayrpc._observe.waits import Step, Waits
+from rayrpc._observe.waits import ABSENT, Step, Waits
 from rayrpc._protocol.membership import Member
 
 __all__ = ["GroupStatus", "Joining", "Silent"]
@@ -163,6 +163,7 @@ class GroupStatus:
             lines += ["", *aligned(_CALL_COLUMNS, _call_rows(calls[:MOST_CALLS]))]
         if len(calls) > MOST_CALLS:
             lines.append(f"... and {len(calls) - MOST_CALLS} more calls")
+        lines += ["", *absences] if (absences := self._absences()) else []
         return "\n".join([*lines, *self._circles()])
 
     def stacks(self, worker: str | None = None) -> str:
@@ -200,6 +201,13 @@ class GroupStatus:
             )
         return lines
 
+    def _absences(self) -> list[str]:
+        return [
+            f"{worker} waits in {wait['where']} for {', '.join(wait['for'])} "
+            f"({duration(wait['seconds'])})"
+            for worker, wait in self._waits.absences()
+        ]
+
     def _circles(self) -> list[str]:
         deadlocks = self.deadlocks
         lines = [f"deadlock: {_circle_text(circle)}" for circle in deadlocks]
@@ -217,7 +225,7 @@ class GroupStatus:
         parts.append(as_html(_WORKER_COLUMNS, self._worker_rows(None)))
         if self.calls:
             parts.append(as_html(_CALL_COLUMNS, _call_rows(self.calls[:MOST_CALLS])))
-        rest = [line for line in [*self._absent(), *self._circles()] if line]
+        rest = [line for line in [*self._absent(), *self._absences(), *self._circles()] if line]
         return "".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in rest)])
 
 
@@ -262,7 +270,8 @@ def _call_rows(calls: Iterable[Mapping[str, Any]]) -> list[list[str]]:
 def _stack_lines(report: Mapping[str, Any], waits: Waits) -> list[str]:
     lines = ["", f"-- {report['name']} (node {report['node']}, pid {report['pid']})"]
     for thread in report["threads"]:
-        if not thread["stack"] and not thread["waits_for"]:
+        wait = thread["waits_in"]
+        if not thread["stack"] and not thread["waits_for"] and not wait:
             continue
         role = ""
         if thread["serves"]:
@@ -274,6 +283,8 @@ def _stack_lines(report: Mapping[str, Any], waits: Waits) -> list[str]:
             if frame["text"]:
                 lines.append(f"    {frame['text']}")
         lines += [f"  waits for {waits.describe(key)}" for key in thread["waits_for"]]
+        if wait and wait["for"]:
+            lines.append(f"  waits in {wait['where']} for {', '.join(wait['for'])}")
     return lines
 
 
@@ -281,11 +292,15 @@ def _chain_text(chain: Sequence[Step]) -> str:
     first = chain[0]
     text = first.worker
     for step in chain:
+        if step.state == ABSENT:
+            how_long = duration(step.seconds)
+            text += f" waits in {step.function} for {step.to} ({how_long}), which"
+            continue
         how = "" if step.state == "running" else f", {step.state}"
         text += f" waits for {step.to} ({step.function}, {duration(step.seconds)}{how}), which"
     last, text = chain[-1], text.removesuffix(", which")
     if place := place_of(last.stack):
-        how = ", which is at" if last.state == "running" else ", behind a call that is at"
+        how = ", which is at" if last.state in ("running", ABSENT) else ", behind a call that is at"
         text += f"{how} {place}"
     return text
 

@@ -146,7 +146,7 @@ class Inspector:
             "rrefs": {"owned": owned, "held": held},
             "calls": [self._sent(request, now) for request in open_requests(agent)],
             "serving": [self._served(call, served, now) for call in served],
-            "threads": list(_threads(waits, serves, with_stacks)),
+            "threads": list(_threads(waits, self._noted(now), serves, with_stacks)),
         }
 
     def waits_in_words(self) -> dict[int, list[str]]:
@@ -157,10 +157,15 @@ class Inspector:
             call = self._sent(request, now)
             how_long = duration(call["seconds"])
             texts[call["key"]] = f"{call['to']} ({call['function']}, {how_long})"
-        return {
+        words = {
             ident: [texts[key] for key in keys if key in texts]
             for ident, keys in self._waits().items()
         }
+        for ident, wait in self._noted(now).items():
+            if not words.get(ident) and wait["for"]:
+                text = f"{', '.join(wait['for'])}, in {wait['where']}"
+                words[ident] = [f"{text} ({duration(wait['seconds'])})"]
+        return words
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -194,6 +199,13 @@ class Inspector:
             "thread": call.thread,
             # of a fetch: the call that makes the value
             "after": [self._key(each) for each in makers],
+        }
+
+    def _noted(self, now: float) -> dict[int, dict[str, Any]]:
+        """Return what each thread waits for apart from calls, by its ident."""
+        return {
+            ident: {"where": wait.where, "for": [*wait.workers()], "seconds": now - wait.since}
+            for ident, wait in self._agent.waits.now().items()
         }
 
     def _waits(self) -> dict[int, list[str]]:
@@ -247,20 +259,24 @@ def _awaited_futures(frame: FrameType) -> list[Any]:
 
 
 def _threads(
-    waits: dict[int, list[str]], serves: dict[int, str], with_stacks: bool
+    waits: dict[int, list[str]],
+    noted: dict[int, dict[str, Any]],
+    serves: dict[int, str],
+    with_stacks: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Return what is to be told of the threads that run users' code, or wait for a call."""
+    """Return what is to be told of the threads that run users' code, or wait for others."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     for ident, frames in frames_of_threads().items():
         stack = users_stack(frames) if with_stacks else []
-        if not (stack or ident == main or ident in waits or ident in serves):
+        if not (stack or ident == main or ident in {*waits, *noted, *serves}):
             continue
         yield {
             "ident": ident,
             "name": names.get(ident, str(ident)),
             "is_main": ident == main,
             "waits_for": waits.get(ident, []),
+            "waits_in": noted.get(ident),
             "serves": serves.get(ident),
             "stack": stack,
         }

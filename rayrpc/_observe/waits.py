@@ -14,25 +14,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Step", "Waits"]
+__all__ = ["ABSENT", "Step", "Waits"]
+
+#: the state of a step without a call
+ABSENT = "absent"
 
 #: ("thread", worker, ident) or ("call", key)
 Node = tuple[Any, ...]
 
 
 class Step(NamedTuple):
-    """A worker that waits for a call.
+    """A worker that waits for a call, or, in a shutdown or a pass, for another worker.
 
     Args:
         worker (str): that waits.
         thread (str): its thread.
-        to (str): the callee.
-        function (str): that the call runs.
-        seconds (float): since the call was made.
+        to (str): the callee, or the first of the workers that it waits for.
+        function (str): that the call runs; without a call, what it waits in: "shutdown".
+        seconds (float): since the call was made, or the wait began.
         state (str): of the call at the callee: "running", "waiting", "queued"; "sent": the callee
-            does not know it.
-        stack (list): of the callee's thread that runs the call, or what the call waits for; empty
-            if there is none, or stacks were not reported.
+            does not know it; "absent": there is no call.
+        stack (list): of the callee's thread that runs the call, or what the call waits for; without
+            a call, of the other worker's main; empty if there is none, or stacks were not reported.
     """
 
     worker: str
@@ -109,6 +112,19 @@ class Waits:
 
     # -- threads ------------------------------------------------------------------------------
 
+    def absences(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return which workers wait for others apart from calls, the longest wait first.
+
+        Returns:
+            Names, each with ``where`` it waits, ``for`` which workers, and the ``seconds``.
+        """
+        found = [
+            (worker, thread["waits_in"])
+            for (worker, _), thread in self._threads.items()
+            if thread["waits_in"] and thread["waits_in"]["for"]
+        ]
+        return sorted(found, key=lambda each: -each[1]["seconds"])
+
     def chains(self) -> list[list[Step]]:
         """Return what threads wait for, step by step; the longest wait first.
 
@@ -136,8 +152,20 @@ class Waits:
             if len(here) > 1:
                 seen.add((worker, ident))
             thread = self._threads.get((worker, ident))
-            if thread is None or not thread["waits_for"]:
+            if thread is None:
                 break
+            if not thread["waits_for"]:
+                if not (wait := thread["waits_in"]) or not wait["for"]:
+                    break
+                to = wait["for"][0]
+                main = self._main_of(to)
+                stack = self._threads[main]["stack"] if main is not None else ()
+                where, seconds = wait["where"], wait["seconds"]
+                chain.append(Step(worker, thread["name"], to, where, seconds, ABSENT, stack))
+                if main is None:
+                    break
+                worker, ident = main
+                continue
             # of several, one that cannot end explains more
             keys = sorted(thread["waits_for"], key=lambda key: ("call", key) not in self._stuck)
             key = keys[0]
@@ -160,6 +188,11 @@ class Waits:
                 break
             worker, ident = blocker
         return chain
+
+    def _main_of(self, worker: str) -> tuple[str, int] | None:
+        """Return the main thread of a worker, if it has reported."""
+        threads = self._reports[worker]["threads"] if worker in self._reports else ()
+        return next(((worker, each["ident"]) for each in threads if each["is_main"]), None)
 
     def _blocker(self, key: str) -> tuple[str, int] | None:
         """Return the thread that a call waits for, if it is known."""

@@ -23,6 +23,7 @@ from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
+from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
@@ -89,6 +90,7 @@ class Agent:
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self.slots = Slots(options.num_worker_threads, self._threads)
+        self.waits = NotedWaits()
         self._members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )

@@ -122,6 +122,8 @@ def gather(
     def absent() -> list[str]:
         return sorted(_living(agent, names) - states.gathered_objects.keys())
 
+    where = "shutdown" if survivors else "a gathering"
+
     def end() -> dict[str, Any]:
         if survivors:
             with _all_gather_dict_lock:
@@ -141,9 +143,10 @@ def gather(
                     for name in sorted(living - {me}):
                         with contextlib.suppress(WorkerDiedError):
                             _ask(calls, name, args, rpc_timeout, states)
-                ready = agent.wait_until(
-                    lambda: states.proceed_signal.is_set() or not absent(), patience
-                )
+                with agent.waits.noted(where, absent):
+                    ready = agent.wait_until(
+                        lambda: states.proceed_signal.is_set() or not absent(), patience
+                    )
                 if not ready:
                     raise GroupError(
                         f"Workers {absent()} did not join a gathering of {sorted(names)} within "
@@ -165,7 +168,9 @@ def gather(
             def settled(leader: str = leader) -> bool:
                 return states.proceed_signal.is_set() or leader not in _living(agent, names)
 
-            if not agent.wait_until(settled, patience):
+            with agent.waits.noted(where, [leader].copy):
+                is_settled = agent.wait_until(settled, patience)
+            if not is_settled:
                 raise GroupError(
                     f"{leader!r}, which leads a gathering of {sorted(names)}, did not receive the "
                     f"objects of all within {patience} s. Call the same function on each of them."

@@ -167,6 +167,28 @@ def test_what_a_thread_waits_for_is_found(group, wait):
     assert eventually(lambda: chain() is None)
 
 
+def test_a_wait_for_a_worker_without_a_call_is_told(group):
+    a, _ = group("a", "b")
+
+    def waits_in_shutdown():
+        with a.agent.waits.noted("shutdown", lambda: ["b"]):
+            kept["go"].wait(60)
+
+    spawn(waits_in_shutdown)
+    assert eventually(a.agent.waits.now)
+    found = status(a)
+    (thread,) = (each for each in found.workers[0]["threads"] if each["name"] == "a user's")
+    assert thread["waits_in"]["for"] == ["b"] and 0 <= thread["waits_in"]["seconds"] < 60
+    text = "a waits in shutdown for b ("
+    assert text in found.text() and text in found._repr_html_() and text in found.stacks()
+    assert "  waits in shutdown for b\n" in found.stacks()
+    (words,) = Inspector(a.agent, False).waits_in_words().values()
+    assert words[0].startswith("b, in shutdown (")
+    kept["go"].set()
+    assert eventually(lambda: not a.agent.waits.now())
+    assert "waits in" not in status(a).text()
+
+
 def test_workers_whose_slots_wait_for_one_another_are_a_deadlock(group):
     a, b = group("a", "b", num_worker_threads=1)
     both = threading.Barrier(2)

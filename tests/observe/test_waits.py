@@ -26,7 +26,7 @@ class Group:
         }
         self._next = 0
 
-    def thread(self, worker, waits_for=(), serves=None, stack=()):
+    def thread(self, worker, waits_for=(), serves=None, stack=(), waits_in=None):
         self._next += 1
         ident = 1000 + self._next
         self.reports[worker]["threads"].append(
@@ -35,6 +35,7 @@ class Group:
                 "name": f"thread{ident}",
                 "is_main": serves is None,
                 "waits_for": list(waits_for),
+                "waits_in": waits_in,
                 "serves": serves,
                 "stack": list(stack),
             }
@@ -70,6 +71,61 @@ class Group:
 
     def waits(self):
         return Waits(self.reports.values())
+
+
+def absent(*names, where="shutdown", seconds=4.0):
+    return {"where": where, "for": list(names), "seconds": seconds}
+
+
+def test_a_chain_leads_to_the_worker_that_others_wait_for_in_a_shutdown():
+    group = Group("a", "b", "c")
+    place = {"file": "train.py", "line": 9, "function": "step", "text": "", "users": True}
+    group.thread("a", waits_in=absent("c"))
+    group.thread("b", waits_in=absent("a", seconds=3.0))
+    group.thread("c", stack=[place])
+    waits = group.waits()
+    (chain,) = (each for each in waits.chains() if each[0].worker == "b")
+    assert [(step.worker, step.to, step.function, step.state) for step in chain] == [
+        ("b", "a", "shutdown", "absent"),
+        ("a", "c", "shutdown", "absent"),
+    ]
+    assert chain[-1].stack == [place]
+    assert [(name, wait["for"]) for name, wait in waits.absences()] == [("a", ["c"]), ("b", ["a"])]
+    assert waits.deadlocks() == []
+
+
+def test_a_chain_goes_on_from_a_shutdown_to_a_call():
+    group = Group("a", "b", "c")
+    key = group.call("b", "c", "load")
+    group.thread("a", waits_in=absent("b"))
+    group.thread("b", [key])
+    group.runs("c", key)
+    chain = max(group.waits().chains(), key=len)
+    assert [(step.worker, step.to, step.function) for step in chain] == [
+        ("a", "b", "shutdown"),
+        ("b", "c", "load"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["gone", "b"])
+def test_a_chain_ends_at_a_worker_of_which_nothing_is_known(name):
+    group = Group("a", "b")
+    group.thread("a", waits_in=absent(name, where="a backward pass"))
+    ((step,),) = group.waits().chains()
+    assert (step.to, step.function, step.stack) == (name, "a backward pass", ())
+
+
+def test_workers_that_wait_for_each_other_in_a_shutdown_are_a_chain_that_ends():
+    group = Group("a", "b")
+    group.thread("a", waits_in=absent("b"))
+    group.thread("b", waits_in=absent("a"))
+    assert [len(chain) for chain in group.waits().chains()] == [2]
+
+
+def test_who_waits_for_nobody_any_more_is_in_no_chain():
+    group = Group("a", "b")
+    group.thread("a", waits_in=absent())
+    assert group.waits().chains() == group.waits().absences() == []
 
 
 def test_a_chain_ends_where_a_worker_runs_a_function():

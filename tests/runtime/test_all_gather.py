@@ -11,6 +11,7 @@ from rayrpc import api
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import all_gather
 from rayrpc._runtime.all_gather import Calls
+from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc.errors import WorkerDiedError
 
 WAIT = 60.0
@@ -43,6 +44,7 @@ class GatheringWorker:
         self.name = name
         self.rpc_timeout = WAIT
         self.outcome: Any = None
+        self.waits = NotedWaits()
 
     def get_agent(self) -> Any:
         return self

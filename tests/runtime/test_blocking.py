@@ -13,6 +13,7 @@ from rayrpc._jit import tasks
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import all_gather
 from rayrpc._runtime.all_gather import Calls, gather
+from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc._transports.memory import MemoryHub
@@ -149,6 +150,7 @@ class Leader:
         self._infos = [WorkerInfo(leader, 0), WorkerInfo(me, 1)]
         self.rpc_timeout = WAIT
         self.sent: list[str] = []
+        self.waits = NotedWaits()
 
     def get_worker_info(self) -> WorkerInfo:
         return self._infos[1]

@@ -1,0 +1,54 @@
+"""What threads wait for at other workers, apart from replies to calls: so that it can be told."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+__all__ = ["NotedWait", "NotedWaits"]
+
+
+class NotedWait(NamedTuple):
+    """A wait of a thread.
+
+    Args:
+        where (str): what it waits in, as its user would call it: "shutdown".
+        workers (Callable): returns the names of those that it waits for.
+        since (float): ``time.monotonic()`` when it began.
+    """
+
+    where: str
+    workers: Callable[[], Iterable[str]]
+    since: float
+
+
+class NotedWaits:
+    """The waits of a worker's threads."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[NotedWait]] = {}
+
+    @contextlib.contextmanager
+    def noted(self, where: str, workers: Callable[[], Iterable[str]]) -> Iterator[None]:
+        """Note that this thread waits in this context.
+
+        Args:
+            where, workers: see ``NotedWait``; other threads may call ``workers``.
+        """
+        ident = threading.get_ident()
+        before = self._of.get(ident, [])
+        self._of[ident] = [*before, NotedWait(where, workers, time.monotonic())]
+        try:
+            yield
+        finally:
+            if before:
+                self._of[ident] = before
+            else:
+                self._of.pop(ident, None)
+
+    def now(self) -> dict[int, NotedWait]:
+        """Return the innermost wait of each thread that waits, by the thread's ident."""
+        return {ident: waits[-1] for ident, waits in list(self._of.items())}
