@@ -152,7 +152,7 @@ def _show(options: argparse.Namespace, settings: config.Settings) -> int:
     Raises:
         ClusterError: no cluster can be reached.
     """
-    from rayrpc.launch.looking import look  # loads Ray
+    from rayrpc.launch.looking import elsewhere, look  # loads Ray
 
     with contextlib.suppress(KeyboardInterrupt):
         if options.json:
@@ -163,6 +163,8 @@ def _show(options: argparse.Namespace, settings: config.Settings) -> int:
             print("\n\n".join(group.stacks(options.worker) for group in groups) or NO_GROUP)
         else:
             _show_status(lambda: look(settings, False), options.watch)
+        if not options.json and (others := elsewhere(settings)):
+            print(f"\n{others}")
     return 0
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from rayrpc._observe.group_status import GroupStatus
-from rayrpc._transports.ray.cluster import connect
+from rayrpc._transports.ray.cluster import connect, other_local_clusters
 from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups
 from rayrpc.config import Settings
 
-__all__ = ["look"]
+__all__ = ["elsewhere", "look"]
 
 
 def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[GroupStatus]:
@@ -24,6 +26,19 @@ def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[Gr
     connect(settings, starts=False)
     what = b"stacks" if with_stacks else b""
     return [_status(group) for group in ask_groups(what, seconds)]
+
+
+def elsewhere(settings: Settings) -> str:
+    """Return a line that names this user's other local clusters; empty: there is none, or ``look``
+    was given a cluster.
+
+    Args:
+        settings (Settings): as for ``look``.
+    """
+    if settings.address or os.environ.get("RAY_ADDRESS"):
+        return ""
+    others = other_local_clusters()
+    return f"other local clusters, for --address: {', '.join(others)}" if others else ""
 
 
 def _status(group: GroupAnswers) -> GroupStatus:

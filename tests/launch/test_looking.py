@@ -7,6 +7,7 @@ import tempfile
 import threading
 
 import pytest
+import torch
 from conftest import eventually
 from launching import runner
 
@@ -35,6 +36,16 @@ def main(rank):
 if __name__ == "__main__":
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     mp.spawn(main, nprocs=3)
+"""
+
+
+ALONE = """
+import time
+import rayrpc as rpc
+
+rpc.init_rpc("alone", rank=0, world_size=1)
+print("joined", flush=True)
+time.sleep(100)
 """
 
 
@@ -96,6 +107,10 @@ def wake():
     woken.set()
 
 
+def fall_asleep():
+    woken.clear()
+
+
 def test_hosted_and_attached_workers_of_a_group_are_seen_from_inside_and_outside(workers):
     future = rpc.rpc_async("alice", sleeps)
     assert eventually(lambda: [c["state"] for c in rpc.status().calls] == ["running"])
@@ -114,6 +129,67 @@ def test_hosted_and_attached_workers_of_a_group_are_seen_from_inside_and_outside
     assert "0/s" in text
     rpc.rpc_sync("alice", wake)
     future.wait()
+
+
+def blocks_backward(x):
+    """Return what waits in its backward pass, on this worker."""
+    x = x * 2
+    x.register_hook(lambda gradient: sleeps())
+    return x
+
+
+def test_who_waits_in_a_pass_and_in_a_gathering_is_named(workers):
+    names = {"alice", "bob", "driver"}
+    barrier = rpc.rpc_async("bob", rpc.api._barrier, args=(names,))
+    assert eventually(lambda: "bob waits in a gathering for alice (" in str(rpc.status()))
+    other = rpc.rpc_async("alice", rpc.api._barrier, args=(names,))
+    assert eventually(lambda: "alice waits in a gathering for driver (" in str(rpc.status()))
+    assert "bob waits in a gathering for alice (" in rpc.status().stacks()
+    rpc.api._barrier(names)
+    barrier.wait(), other.wait()
+    assert "waits in" not in str(rpc.status())
+
+    def run():
+        with rpc.autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            loss = rpc.rpc_sync("alice", blocks_backward, args=(x,)).sum()
+            rpc.autograd.backward(context_id, [loss])
+
+    rpc.rpc_sync("alice", fall_asleep)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        text = "driver waits in a backward pass for alice ("
+        assert eventually(lambda: text in str(rpc.status())), str(rpc.status())
+    finally:
+        rpc.rpc_sync("alice", wake)
+        thread.join(60)
+    assert "waits in" not in str(rpc.status())
+
+
+@pytest.mark.slow  # two clusters start
+def test_other_local_clusters_are_named(start, script, rayrpc_command):
+    folder = tempfile.mkdtemp(dir=os.environ["RAY_TMPDIR"])
+    environ = {"RAY_ADDRESS": None, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": None}
+    programs = []
+    for address in (None, "local"):
+        environ["RAYRPC_ADDRESS"] = address
+        programs.append(
+            start(script(ALONE), **environ, MASTER_ADDR="127.0.0.1", MASTER_PORT="29579")
+        )
+        assert eventually(lambda: "joined" in programs[-1].output, 100), programs[-1].output
+    environ["RAYRPC_ADDRESS"] = None
+    status, text = rayrpc_command("status", **environ)
+    assert status == 0 and text.count("alone") == 1
+    *_, line = text.strip().splitlines()
+    assert line.startswith("other local clusters, for --address: ")
+    address = line.rpartition(" ")[2]
+    found = []
+    for arguments in ([], ["--address", address]):
+        status, text = rayrpc_command("status", "--json", *arguments, **environ)
+        assert status == 0, text
+        found += [worker["pid"] for group in json.loads(text) for worker in group["workers"]]
+    assert sorted(found) == sorted(each.process.pid for each in programs)
 
 
 def test_a_stopped_worker_is_named(workers):

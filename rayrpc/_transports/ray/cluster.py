@@ -36,12 +36,21 @@ from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["connect", "control_service_answers", "locked", "own_folder", "through_client"]
+__all__ = [
+    "connect",
+    "control_service_answers",
+    "locked",
+    "other_local_clusters",
+    "own_folder",
+    "through_client",
+]
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a busy machine takes many times what a quiet one does
 CONNECT_RETRY_SECONDS = 0.02
+LOOK_SECONDS = 1.0  # for the answer of a local cluster that runs already
+READY = "ready "  # how that begins; the address follows
 # What asks Ray's control service would hang for a minute if that has ended.
 CONTROL_SECONDS = 5.0
 CONTROL_RETRY_SECONDS = 0.2
@@ -231,15 +240,26 @@ def _join_local(settings: Settings, starts: bool) -> str:
             else "no Ray cluster that rayrpc has started for this user runs on this host; name one "
             "by --address, RAY_ADDRESS or the config file"
         )
-    lease.settimeout(START_SECONDS)
-    with lease.makefile("r") as lines:
-        answer = lines.readline().strip()
-    lease.settimeout(None)
-    if not answer.startswith("ready "):
+    answer = _answer_of(lease, START_SECONDS)
+    if not answer.startswith(READY):
         reason = answer or f"see {log}"
         raise ClusterError(f"no local Ray cluster could be started: {reason}")
     _lease = lease
-    return answer.removeprefix("ready ")
+    return answer.removeprefix(READY)
+
+
+def other_local_clusters() -> list[str]:
+    """Return the addresses of this user's local clusters on this host, but for this process's."""
+    import ray
+
+    answers = []
+    for path in sorted(own_folder().glob("cluster-*.sock")):
+        if (lease := _open_lease(path)) is not None:
+            with lease, contextlib.suppress(TimeoutError):  # it is just starting
+                answers.append(_answer_of(lease, LOOK_SECONDS))
+    found = [each.removeprefix(READY) for each in answers if each.startswith(READY)]
+    mine = ray.get_runtime_context().gcs_address if ray.is_initialized() else None
+    return [each for each in found if each != mine]
 
 
 def own_folder() -> Path:
@@ -281,6 +301,15 @@ def _open_lease(path: Path) -> socket.socket | None:
         lease.close()
         return None
     return lease
+
+
+def _answer_of(lease: socket.socket, seconds: float) -> str:
+    """Return how the start of a local cluster ended; empty if its process has."""
+    lease.settimeout(seconds)
+    with lease.makefile("r") as lines:
+        answer = lines.readline().strip()
+    lease.settimeout(None)
+    return answer
 
 
 def _open_any_lease(path: Path) -> socket.socket | None:
