@@ -13,6 +13,7 @@ import torch
 from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._observe.call_log import CallLog
+from rayrpc._observe.kineto import KinetoHook
 from rayrpc._observe.metrics import Metrics
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._observe.report import Inspector
@@ -188,6 +189,8 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
     )
     contexts.attach(agent)
+    if settings.profile_calls:
+        agent.hooks.append(KinetoHook(agent.callee.around))
     if settings.log_level == "DEBUG":
         agent.hooks.append(CallLog(agent))
     inspector = Inspector(agent, transport.is_hosted)

@@ -4,6 +4,7 @@ By hooks on the path of calls; no other code asks whether they are on:
 
 - ``profiler``: ``ProfilerHook``, calls as events of torch's legacy autograd profiler.
 - ``legacy_profile``: what callees do, in the profiles of that.
+- ``kineto``: ``KinetoHook``, calls as events of ``torch.profiler``.
 - ``server_profile``: a profile of all calls that a worker serves.
 - ``trace``: when each call is made, received, run and answered, while ``rpc.profile`` records.
 - ``trace_file``: one picture of what all workers have recorded (pure).

@@ -1,9 +1,8 @@
 """Calls as events of torch's legacy autograd profiler, under torch's names.
 
 A caller sends the options of its profile along; the callee records what it does for the call with
-a profile of its own, and replies with the events (``legacy_profile``).  Torch's newer profiler,
-Kineto, has no events of calls, and can have none: it writes the end of an event that outlives its
-profile, as that of a call may, into memory that it has freed.
+a profile of its own, and replies with the events (``legacy_profile``).  Those of torch's newer
+profiler are in ``kineto``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rayrpc._concurrency.outcome import attempt, complete
 from rayrpc._observe.legacy_profile import Event, Recording, current, install, recorded
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 
-__all__ = ["ProfilerHook", "profiling_key"]
+__all__ = ["ProfilerHook", "key_of", "profiling_key"]
 
 _autograd: Any = torch.autograd
 _profiler_enabled = _autograd._profiler_enabled  # bound once: it runs on every call
@@ -36,6 +35,11 @@ def profiling_key(mode: str, func_name: str, src: str, dst: str) -> str:
         dst: name of the callee.
     """
     return f"rpc_{mode}#{func_name}({src} -> {dst})"
+
+
+def key_of(call: OutgoingCall) -> str:
+    """Return the name of a call's event; see ``profiling_key``."""
+    return profiling_key(call.mode, _name_of(call.invocation.func), call.src.name, call.to.name)
 
 
 def _name_of(func: Any) -> str:
@@ -83,7 +87,7 @@ class ProfilerHook(Hook):
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         if call.mode == "fetch":
             return contextlib.nullcontext()
-        key = profiling_key(call.mode, _name_of(call.invocation.func), call.src.name, call.to.name)
+        key = key_of(call)
         recording = current()
         record = None
         if recording is None or not recording.is_remote:

@@ -72,7 +72,7 @@ def _disable_server_process_global_profiler() -> list[Any]:
 
 
 @contextlib.contextmanager
-def _recorded() -> Iterator[None]:
+def _recorded(invocation: object) -> Iterator[None]:
     profiles = list(_profiles)
     if not profiles or _autograd._profiler_enabled():  # the caller has the call recorded
         yield

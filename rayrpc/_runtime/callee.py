@@ -60,7 +60,7 @@ class Callee:
         #: answers INSPECT frames, given their data
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
-        self.around: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.around: list[Callable[[Invocation], AbstractContextManager[Any]]] = []
         self._before_reply: BeforeReply | None = None
 
     def before_reply(self, task: BeforeReply) -> None:
@@ -203,7 +203,7 @@ class Callee:
     def _invoke(self, invocation: Invocation, is_async: bool) -> Any:
         if not self.around:
             return _invoke(invocation, is_async)
-        with all_of([enter() for enter in list(self.around)]):
+        with all_of([enter(invocation) for enter in list(self.around)]):
             return _invoke(invocation, is_async)
 
     def _reply_when_done(

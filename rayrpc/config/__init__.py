@@ -248,6 +248,12 @@ class Settings:
         "Whether workers record metrics, for Prometheus at the port of their Ray node.",
         _flag_word,
     )
+    profile_calls: bool = key(
+        False,
+        FLAG,
+        "Whether calls are rows of `torch.profiler`, which torch's own calls are not.",
+        _flag_word,
+    )
     prefix_output: Literal["auto", "always", "never"] = key(
         "auto",
         choice("auto", "always", "never"),
