@@ -81,8 +81,21 @@ def _parser() -> argparse.ArgumentParser:
         "deadlocks. The cluster is found as by `rayrpc status`.",
     )
     stack.add_argument("worker", metavar="WORKER", nargs="?", help="show this one's code only")
-    for command in (status, stack):
+    up = commands.add_parser(
+        "up",
+        help="keep a local cluster, with processes for workers that have loaded torch",
+        description="Start a local cluster, with processes for workers that have loaded torch, so "
+        "that programs on it start faster. It ends by `rayrpc down`, or when no program has used "
+        "it for the setting idle_timeout. The setting standby_workers is how many processes.",
+    )
+    down = commands.add_parser(
+        "down",
+        help="end what `rayrpc up` keeps",
+        description="End what `rayrpc up` keeps; if programs use it, when these have ended.",
+    )
+    for command in (status, stack, up, down):
         _add_settings(command)
+    for command in (status, stack):
         command.add_argument("--json", action="store_true", help="as JSON")
     return parser
 
@@ -197,6 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         settings = _settings(options)
+        if options.command in ("up", "down"):
+            from rayrpc.launch import up  # loads Ray
+
+            print(getattr(up, options.command)(settings))
+            return 0
         if options.command != "run":
             return _show(options, settings)
         name, arguments = _find_program(options)

@@ -209,3 +209,9 @@ def test_processes_started_by_hand_share_a_cluster_that_ends_with_them(start, sc
         assert eventually(lambda: not processes_of(str(folder))), processes_of(str(folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_only_a_local_cluster_is_kept(command, capsys):
+    assert cli.main([command, "--address", "10.0.0.5:6379"]) == 2
+    assert "'10.0.0.5:6379' is named" in capsys.readouterr().err

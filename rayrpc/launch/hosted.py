@@ -12,27 +12,22 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc._transports.ray.raylet_watch import LOST_SECONDS, end_with_raylet
 from rayrpc.launch.capture import Capture
-from rayrpc.launch.folder import Archive, pack, unpack
-from rayrpc.launch.placement import named, this_node
+from rayrpc.launch.folder import Archive, unpack
 from rayrpc.launch.program import Program
 
-__all__ = ["Ended", "HostedWorker", "Target", "send_folder", "start_hosted"]
+__all__ = ["CONCURRENCY_GROUPS", "Ended", "HostedWorker", "Target"]
 
 logger = logging.getLogger(__name__)
-
-# The folder that was sent last, by Ray job and content.
-_sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}
 
 CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
@@ -87,9 +82,15 @@ class HostedWorker:
         node_id: str,
         settings: dict[str, Any],
     ) -> None:
+        self._prepare()
+        self._enter(label, program, node_id, settings)
+
+    def _prepare(self) -> None:
         end_with_raylet(after=LOST_SECONDS)  # until the group has heard of it
+
+    def _enter(self, label: str, program: Program, node_id: str, settings: dict[str, Any]) -> None:
         # between tasks, `ps` shows the name of the class; one for each actor in Ray costs 15 ms
-        self.__class__ = type(label, (HostedWorker,), {})
+        self.__class__ = type(label, (type(self),), {})
         self._label = label
         self._program = program
         context = ray.get_runtime_context()
@@ -241,56 +242,3 @@ class HostedWorker:
             api.shutdown(graceful=False)
         if self._capture is not None:
             self._capture.close()
-
-
-def start_hosted(
-    program: Program, settings: config.Settings, placed: Mapping[str, Mapping[str, Any]]
-) -> dict[str, ActorHandle[HostedWorker]]:
-    """Create one actor for each worker, without waiting until it runs.
-
-    Args:
-        program: what the workers run.
-        settings: of the workers.
-        placed: Ray's options by worker, as ``placed_options`` returns them.
-
-    Returns:
-        The actors by worker.
-    """
-    remote: Any = ray.remote
-    actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
-    own = settings.replace(log_dir=None)  # its files are those of the process that starts it
-    shared = (program, this_node(), own.to_dict())
-    return {
-        worker: actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
-        for worker, options in placed.items()
-    }
-
-
-def send_folder(
-    program: Program, settings: config.Settings, actors: Sequence[ActorHandle[HostedWorker]]
-) -> list[ray.ObjectRef[Archive] | None]:
-    """Make the program's folder ready for the workers whose nodes do not have it.
-
-    Args:
-        program: what the workers run.
-        settings: say what is left out.
-        actors: the workers.
-
-    Returns:
-        By worker, the archive for ``run`` and ``join_group``, if its node needs it.
-
-    Raises:
-        ConfigError: one needs it, and it is too large.
-    """
-    if not program.folder or "working_dir" in (settings.runtime_env or {}):
-        return [None] * len(actors)
-    lacking = ray.get([actor.lacks_folder.remote() for actor in actors])
-    if not any(lacking):
-        return [None] * len(actors)
-    archive = pack(program.folder, settings.working_dir_excludes)
-    key = (ray.get_runtime_context().get_job_id(), archive.digest)
-    if key not in _sent:
-        logger.info("sending %s to hosts that do not have it", program.folder)
-        _sent.clear()  # a program that changes would fill Ray's object store
-        _sent[key] = ray.put(archive)
-    return [_sent[key] if lacks else None for lacks in lacking]

@@ -23,7 +23,7 @@ from rayrpc.errors import WorkerDiedError
 from rayrpc.launch import child_ranks
 from rayrpc.launch.arguments import Arguments
 from rayrpc.launch.child_ranks import ChildContext
-from rayrpc.launch.hosted import Ended, HostedWorker, send_folder, start_hosted
+from rayrpc.launch.hosted import Ended, HostedWorker
 from rayrpc.launch.interrupt import note_interrupt
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
@@ -36,6 +36,7 @@ from rayrpc.launch.placement import (
 )
 from rayrpc.launch.process import Shim, get_install
 from rayrpc.launch.program import Program
+from rayrpc.launch.starting import send_folder, start_hosted
 
 __all__ = ["RankContext", "spawn", "start_processes"]
 

@@ -16,7 +16,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError
-from rayrpc.launch.hosted import HostedWorker, send_folder, start_hosted
+from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
@@ -25,6 +25,7 @@ from rayrpc.launch.placement import (
     wait_placed,
 )
 from rayrpc.launch.program import Program
+from rayrpc.launch.starting import send_folder, start_hosted
 
 __all__ = ["WorkerGroup", "start_into", "start_with", "start_workers"]
 

@@ -39,7 +39,9 @@ from rayrpc.errors import ClusterError
 __all__ = [
     "connect",
     "control_service_answers",
+    "local_file",
     "locked",
+    "on_local_cluster",
     "other_local_clusters",
     "own_folder",
     "through_client",
@@ -220,12 +222,7 @@ def _join_local(settings: Settings, starts: bool) -> str:
             "below it; set RAY_TMPDIR to a folder with a shorter path"
         )
     auth_token.make_private()
-    # programs of another Python environment, and so another Ray, need a cluster of their own
-    identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
-    if settings.address == "local":
-        # one for this program and its children, which inherit the environment
-        identity += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
-    path = folder / f"cluster-{identity}.sock"
+    path = local_file(settings, ".sock")
     log = path.with_suffix(".log")
     with locked(path.with_suffix(".lock")):
         lease = _open_lease(path) if starts else _open_any_lease(path)
@@ -246,6 +243,26 @@ def _join_local(settings: Settings, starts: bool) -> str:
         raise ClusterError(f"no local Ray cluster could be started: {reason}")
     _lease = lease
     return answer.removeprefix(READY)
+
+
+def local_file(settings: Settings, suffix: str) -> Path:
+    """Return a file of the local cluster that the settings mean.
+
+    Args:
+        settings (Settings): the address and the namespace.
+        suffix (str): what the file's name ends with: ".sock" of the socket.
+    """
+    # programs of another Python environment, and so another Ray, need a cluster of their own
+    identity = hashlib.sha256(f"{sys.prefix} {settings.namespace}".encode()).hexdigest()[:8]
+    if settings.address == "local":
+        # one for this program and its children, which inherit the environment
+        identity += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
+    return own_folder() / f"cluster-{identity}{suffix}"
+
+
+def on_local_cluster() -> bool:
+    """Tell whether this process is connected to a local cluster."""
+    return _lease is not None
 
 
 def other_local_clusters() -> list[str]:

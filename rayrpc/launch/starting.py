@@ -1,0 +1,91 @@
+"""Start the actors of workers, and send them the program's folder."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from rayrpc import config
+from rayrpc._transports.ray.cluster import on_local_cluster
+from rayrpc.launch.folder import Archive, pack
+from rayrpc.launch.hosted import CONCURRENCY_GROUPS, HostedWorker
+from rayrpc.launch.placement import named, this_node
+from rayrpc.launch.program import Program
+from rayrpc.launch.standby import take
+
+__all__ = ["send_folder", "start_hosted"]
+
+logger = logging.getLogger(__name__)
+
+# The folder that was sent last, by Ray job and content.
+_sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}
+
+
+def start_hosted(
+    program: Program, settings: config.Settings, placed: Mapping[str, Mapping[str, Any]]
+) -> dict[str, ActorHandle[HostedWorker]]:
+    """Return one actor for each worker: one that stands by, or one that is started, and may not run
+    yet.
+
+    Args:
+        program: what the workers run.
+        settings: of the workers.
+        placed: Ray's options by worker, as ``placed_options`` returns them.
+
+    Returns:
+        The actors by worker.
+    """
+    remote: Any = ray.remote
+    actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
+    own = settings.replace(log_dir=None)  # its files are those of the process that starts it
+    there: dict[str, ActorHandle[HostedWorker]] = {}
+    if on_local_cluster() and not settings.runtime_env:
+        there = take([each for each in placed if not _asks_for(placed[each])], program, own)
+    shared = (program, this_node(), own.to_dict())
+    return {
+        worker: there.get(worker)
+        or actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
+        for worker, options in placed.items()
+    }
+
+
+def _asks_for(options: Mapping[str, Any]) -> bool:
+    """Tell whether a worker asks for resources, or for a place other than this node."""
+    strategy = options.get("scheduling_strategy")
+    is_here = strategy is None or getattr(strategy, "node_id", None) == this_node()
+    amounts = (options.get(each) for each in ("num_cpus", "num_gpus", "resources", "memory"))
+    return not is_here or any(amounts)
+
+
+def send_folder(
+    program: Program, settings: config.Settings, actors: Sequence[ActorHandle[HostedWorker]]
+) -> list[ray.ObjectRef[Archive] | None]:
+    """Make the program's folder ready for the workers whose nodes do not have it.
+
+    Args:
+        program: what the workers run.
+        settings: say what is left out.
+        actors: the workers.
+
+    Returns:
+        By worker, the archive for ``run`` and ``join_group``, if its node needs it.
+
+    Raises:
+        ConfigError: one needs it, and it is too large.
+    """
+    if not program.folder or "working_dir" in (settings.runtime_env or {}):
+        return [None] * len(actors)
+    lacking = ray.get([actor.lacks_folder.remote() for actor in actors])
+    if not any(lacking):
+        return [None] * len(actors)
+    archive = pack(program.folder, settings.working_dir_excludes)
+    key = (ray.get_runtime_context().get_job_id(), archive.digest)
+    if key not in _sent:
+        logger.info("sending %s to hosts that do not have it", program.folder)
+        _sent.clear()  # a program that changes would fill Ray's object store
+        _sent[key] = ray.put(archive)
+    return [_sent[key] if lacks else None for lacks in lacking]
