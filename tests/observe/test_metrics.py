@@ -1,15 +1,22 @@
 """Metrics of workers: what is counted, and that Ray's Prometheus port has it."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import re
+import shutil
+import socket
+import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
 import ray
+import torch
 from conftest import ROOT, eventually
 from memory_workers import memory_group
 
@@ -20,6 +27,7 @@ from rayrpc._observe.metrics import Metrics
 from rayrpc._protocol.metrics import METRICS
 
 go = threading.Event()
+PROMETHEUS = shutil.which("prometheus")
 HAS_AGENT = importlib.util.find_spec("opencensus") is not None
 
 
@@ -257,6 +265,97 @@ def test_rays_prometheus_port_has_the_metrics_of_all_workers(monkeypatch):
     finally:
         rpc.shutdown()
         config.use(before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus")
+@pytest.mark.skipif(not HAS_AGENT, reason="ray[default] is not installed: no port has metrics")
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_real_prometheus_answers_what_the_dashboard_asks(monkeypatch, start_server):
+    monkeypatch.setattr(metrics, "RECORD_SECONDS", 0.2)
+    before = rpc.settings()
+    rpc.configure(metrics=True)
+    try:
+        rpc.start_workers(["carol"], me="me")
+        group = rpc._get_current_rpc_agent().key
+        (node,) = ray.nodes()
+        server = start_server(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}")
+        kept = rpc.remote("carol", double, args=(torch.ones(2),))
+        rpc.start_workers(["dave"]).stop()
+
+        def call():
+            with contextlib.suppress(ZeroDivisionError, RuntimeError):
+                rpc.rpc_sync("carol", divide, args=(1, 0))
+            rpc.rpc_sync("carol", double, args=(1,))
+
+        missing = []
+
+        def all_are_answered():
+            call()
+            missing[:] = [each for each in dashboard_asks(group) if not asked(server, each)]
+            return not missing
+
+        assert eventually(all_are_answered, 90), missing
+        (row,) = asked(server, f'ray_rayrpc_members{{group="{group}",worker="me"}}')
+        assert row["value"][1] == "2"
+        kept.to_here()
+    finally:
+        rpc.shutdown()
+        config.use(before)
+
+
+def divide(x, y):
+    return x / y
+
+
+def dashboard_asks(group):
+    panels = json.loads((ROOT / "configs" / "grafana.json").read_text())["panels"]
+    texts = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(texts) > 10
+    return [text.replace("$group", group) for text in texts]
+
+
+def asked(server, query):
+    address = f"http://{server}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            found = json.load(answer)
+    except urllib.error.HTTPError as exc:
+        pytest.fail(f"{query}: {exc.read().decode()}")
+    except OSError:  # it is just starting
+        return []
+    assert found["status"] == "success"
+    return found["data"]["result"]
+
+
+@pytest.fixture
+def start_server(tmp_path):
+    """Start a Prometheus that reads a port; return its address."""
+    processes = []
+
+    def start(target):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        path = tmp_path / "prometheus.yml"
+        path.write_text(
+            "global: {scrape_interval: 1s}\n"
+            f"scrape_configs: [{{job_name: ray, static_configs: [{{targets: ['{target}']}}]}}]\n"
+        )
+        options = [
+            f"--config.file={path}",
+            f"--storage.tsdb.path={tmp_path / 'data'}",
+            f"--web.listen-address={address}",
+        ]
+        command = [PROMETHEUS or "", *options]
+        with (tmp_path / "log").open("w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return address
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait(60)
 
 
 def scraped():
