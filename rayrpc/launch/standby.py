@@ -5,8 +5,8 @@ place of processes that Ray would start for it (``starting``):
 
     LOADING ──torch is loaded──> FREE ──adopt──> TAKEN ──the program ends it, or ends──> ended
 
-A process is taken only for a program whose environment, as far as torch reads it when it is loaded,
-is the one that it was started with.
+A process is taken only for a program of the same ``Loaded``: with the environment, as far as torch
+reads it when it is loaded, and the code of torch and rayrpc that the process was started with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -28,7 +30,7 @@ from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.placement import this_node
 from rayrpc.launch.program import Program
 
-__all__ = ["PREFIX", "StandbyWorker", "read_at_load", "take"]
+__all__ = ["Loaded", "PREFIX", "StandbyWorker", "take"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,30 @@ _NEEDED = (
 )
 
 
-def read_at_load(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that is read when torch is loaded."""
+class Loaded(NamedTuple):
+    """What a process that has loaded torch has in it.
+
+    Args:
+        environ (dict): the part of the environment that was read then.
+        torch (str): its version.
+        package (str): the folder of rayrpc.
+        changed (float): when a file of it was changed last, in seconds of the system's clock.
+    """
+
+    environ: dict[str, str]
+    torch: str
+    package: str
+    changed: float
+
+    @staticmethod
+    def now(environ: Mapping[str, str]) -> Loaded:
+        """Return what a process with an environment would load now."""
+        package = Path(__file__).parents[1]
+        changed = max(path.stat().st_mtime for path in package.rglob("*.py"))
+        return Loaded(_read_at_load(environ), metadata.version("torch"), str(package), changed)
+
+
+def _read_at_load(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_LOAD)}
 
 
@@ -70,15 +94,15 @@ class StandbyWorker(HostedWorker):
     """Be a worker, once a program has adopted this process.
 
     Args:
-        environ (dict): as ``read_at_load`` returns it: to load torch with.
+        loaded (Loaded): what it shall have in it.
     """
 
-    def __init__(self, environ: dict[str, str]) -> None:
+    def __init__(self, loaded: Loaded) -> None:
         self._prepare()
-        for name in read_at_load(os.environ).keys() - environ.keys():
+        for name in _read_at_load(os.environ).keys() - loaded.environ.keys():
             del os.environ[name]  # Ray sets OMP_NUM_THREADS
-        os.environ.update(environ)
-        self._environ = environ
+        os.environ.update(loaded.environ)
+        self._loaded = loaded
         self._lock = threading.Lock()
         self._taken = Event()
         _load()
@@ -88,16 +112,23 @@ class StandbyWorker(HostedWorker):
 
     @ray.method(concurrency_group="system")
     def adopt(
-        self, label: str, program: Program, node_id: str, settings: dict[str, Any], owner: int
+        self,
+        label: str,
+        program: Program,
+        node_id: str,
+        settings: dict[str, Any],
+        owner: int,
+        needed: Loaded,
     ) -> bool:
         """Become a worker of a program; return False if this process cannot.
 
         Args:
             label, program, node_id, settings: as for ``HostedWorker``.
             owner (int): id of the program's process on this node; this one ends with it.
+            needed (Loaded): what the program's workers have in them.
         """
         with self._lock:
-            if self._taken.is_set() or read_at_load(program.environ) != self._environ:
+            if self._taken.is_set() or needed != self._loaded:
                 return False
             self._taken.set()
         _end_with(owner)
@@ -153,7 +184,10 @@ def take(
     """
     actors = _standing_by(settings.namespace)
     taken: dict[str, ActorHandle[HostedWorker]] = {}
-    arguments = (program, this_node(), settings.to_dict(), os.getpid())
+    if not actors:
+        return taken
+    needed = Loaded.now(program.environ)
+    arguments = (program, this_node(), settings.to_dict(), os.getpid(), needed)
     while actors and (left := [each for each in workers if each not in taken]):
         asked = {
             actor.adopt.remote(worker, *arguments): (worker, actor)

@@ -30,7 +30,7 @@ from rayrpc import config
 from rayrpc._transports.ray.cluster import connect, local_file
 from rayrpc.errors import RpcError
 from rayrpc.launch.hosted import CONCURRENCY_GROUPS
-from rayrpc.launch.standby import PREFIX, StandbyWorker, read_at_load
+from rayrpc.launch.standby import PREFIX, Loaded, StandbyWorker
 
 __all__ = ["Actors", "FAILED", "READY", "StandbyPool", "lock_file", "main", "process_of"]
 
@@ -144,14 +144,13 @@ class RayActors:
         remote: Any = ray.remote
         self._namespace = namespace
         self._class = remote(concurrency_groups=CONCURRENCY_GROUPS)(StandbyWorker)
-        self._environ = read_at_load(os.environ)
         self._handles: dict[str, Any] = {}
         self._refs: dict[Any, tuple[str, str]] = {}
 
     def start(self) -> str:
         name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
         options = self._class.options(name=name, namespace=self._namespace, num_cpus=0)
-        actor = self._handles[name] = options.remote(self._environ)
+        actor = self._handles[name] = options.remote(Loaded.now(os.environ))
         self._refs[actor.pid.remote()] = name, FREE
         self._refs[actor.wait_taken.remote()] = name, TAKEN
         self._refs[actor.stay.remote()] = name, ENDED

@@ -46,10 +46,15 @@ def up(settings: Settings) -> str:
     deadline = Deadline(UP_SECONDS)
     for line in _started(settings, str(log), deadline):
         if line == READY:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)
             return (
                 f"the local cluster is up, with {settings.standby_workers} processes for workers; "
                 "`rayrpc down` ends it"
             )
+        if sys.stderr.isatty() and line.isdigit():
+            text = f"\r{line} of {settings.standby_workers} processes have loaded torch "
+            print(text, end="", file=sys.stderr, flush=True)
         if line.startswith(FAILED):
             raise ClusterError(f"`rayrpc up` failed: {line.removeprefix(FAILED)}; see {log}")
     if deadline.expired:

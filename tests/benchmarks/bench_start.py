@@ -24,7 +24,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from cluster import ROOT, clean_up_on_sigterm
+
 COLUMNS = ("tensorpipe", "run", "up")
 SECONDS = 300.0  # that a program may take
 SETTLE_SECONDS = 60.0  # until all processes stand by again
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="folder for start.json")
     options = parser.parse_args()
+    clean_up_on_sigterm()
     results = {}
     with tempfile.TemporaryDirectory(prefix="rb-") as folder:
         path = Path(folder) / "hello.py"
