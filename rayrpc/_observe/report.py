@@ -266,7 +266,7 @@ def _threads(
 ) -> Iterator[dict[str, Any]]:
     """Return what is to be told of the threads that run users' code, or wait for others."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
+    main = _main_thread()
     for ident, frames in frames_of_threads().items():
         stack = users_stack(frames) if with_stacks else []
         if not (stack or ident == main or ident in {*waits, *noted, *serves}):
@@ -280,6 +280,15 @@ def _threads(
             "serves": serves.get(ident),
             "stack": stack,
         }
+
+
+def _main_thread() -> int | None:
+    """Return the ident of the thread that runs the program's main.
+
+    A hosted rank's has the name of the process's main thread, which was there before it.
+    """
+    named = [each.ident for each in threading.enumerate() if each.name == "MainThread"]
+    return named[-1] if named else threading.main_thread().ident
 
 
 def _resident_bytes() -> int:

@@ -189,6 +189,22 @@ def test_a_wait_for_a_worker_without_a_call_is_told(group):
     assert "waits in" not in status(a).text()
 
 
+def test_the_main_of_a_hosted_rank_is_known_by_its_name(group):
+    """It runs in another thread than the process's main one."""
+    a, _ = group("a", "b")
+
+    def main_of_a_rank():
+        threading.current_thread().name = "MainThread"
+        with a.agent.waits.noted("shutdown", lambda: ["b"]):
+            kept["go"].wait(60)
+
+    spawn(main_of_a_rank)
+    assert eventually(a.agent.waits.now)
+    mains = [each for each in status(a).workers[0]["threads"] if each["is_main"]]
+    assert [each["waits_in"]["for"] for each in mains] == [["b"]]
+    assert any(frame["function"] == "main_of_a_rank" for frame in mains[0]["stack"])
+
+
 def test_workers_whose_slots_wait_for_one_another_are_a_deadlock(group):
     a, b = group("a", "b", num_worker_threads=1)
     both = threading.Barrier(2)
