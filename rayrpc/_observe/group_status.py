@@ -203,8 +203,7 @@ class GroupStatus:
 
     def _absences(self) -> list[str]:
         return [
-            f"{worker} waits in {wait['where']} for {', '.join(wait['for'])} "
-            f"({duration(wait['seconds'])})"
+            f"{worker} {_wait_text(wait)} ({duration(wait['seconds'])})"
             for worker, wait in self._waits.absences()
         ]
 
@@ -284,8 +283,12 @@ def _stack_lines(report: Mapping[str, Any], waits: Waits) -> list[str]:
                 lines.append(f"    {frame['text']}")
         lines += [f"  waits for {waits.describe(key)}" for key in thread["waits_for"]]
         if wait and wait["for"]:
-            lines.append(f"  waits in {wait['where']} for {', '.join(wait['for'])}")
+            lines.append(f"  {_wait_text(wait)}")
     return lines
+
+
+def _wait_text(wait: Mapping[str, Any]) -> str:
+    return f"waits in {wait['where']} for {', '.join(wait['for'])}"
 
 
 def _chain_text(chain: Sequence[Step]) -> str:

@@ -29,7 +29,7 @@ class NotedWaits:
     """The waits of a worker's threads."""
 
     def __init__(self) -> None:
-        self._of: dict[int, list[NotedWait]] = {}
+        self._of: dict[int, NotedWait] = {}
 
     @contextlib.contextmanager
     def noted(self, where: str, workers: Callable[[], Iterable[str]]) -> Iterator[None]:
@@ -39,16 +39,16 @@ class NotedWaits:
             where, workers: see ``NotedWait``; other threads may call ``workers``.
         """
         ident = threading.get_ident()
-        before = self._of.get(ident, [])
-        self._of[ident] = [*before, NotedWait(where, workers, time.monotonic())]
+        outer = self._of.get(ident)
+        self._of[ident] = NotedWait(where, workers, time.monotonic())
         try:
             yield
         finally:
-            if before:
-                self._of[ident] = before
+            if outer is not None:
+                self._of[ident] = outer
             else:
                 self._of.pop(ident, None)
 
     def now(self) -> dict[int, NotedWait]:
         """Return the innermost wait of each thread that waits, by the thread's ident."""
-        return {ident: waits[-1] for ident, waits in list(self._of.items())}
+        return dict(self._of)
