@@ -5,17 +5,22 @@ place of processes that Ray would start for it (``starting``):
 
     LOADING ──torch is loaded──> FREE ──adopt──> TAKEN ──the program ends it, or ends──> ended
 
+A folder has an empty file for each actor that is LOADING or FREE, with its name: a program asks no
+actor of another one, which may hang or be stopped there.
+
 A process is taken only for a program of the same ``Loaded``: with the environment, as far as torch
 reads it when it is loaded, and the code of torch and rayrpc that the process was started with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +30,18 @@ from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._concurrency.waiting import Event
+from rayrpc._transports.ray.cluster import local_file
 from rayrpc._transports.ray.raylet_watch import wait_for_end
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.placement import this_node
 from rayrpc.launch.program import Program
 
-__all__ = ["Loaded", "PREFIX", "StandbyWorker", "take"]
+__all__ = ["Loaded", "StandbyWorker", "folder_of_free", "take"]
 
 logger = logging.getLogger(__name__)
 
-#: how the names of these actors begin
-PREFIX = "standby-"
 ADOPT_SECONDS = 20.0  # for a process that is still loading torch
+ANSWER_SECONDS = 5.0  # for the answer of one that has adopted at the last moment
 # How the names of variables begin that torch, and what it loads, read at that time.
 _READ_AT_LOAD = (
     "ATEN_",
@@ -95,10 +100,12 @@ class StandbyWorker(HostedWorker):
 
     Args:
         loaded (Loaded): what it shall have in it.
+        file (str): path of its file in ``folder_of_free``.
     """
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, file: str) -> None:
         self._prepare()
+        self._file = Path(file)
         for name in _read_at_load(os.environ).keys() - loaded.environ.keys():
             del os.environ[name]  # Ray sets OMP_NUM_THREADS
         os.environ.update(loaded.environ)
@@ -119,6 +126,7 @@ class StandbyWorker(HostedWorker):
         settings: dict[str, Any],
         owner: int,
         needed: Loaded,
+        until: float,
     ) -> bool:
         """Become a worker of a program; return False if this process cannot.
 
@@ -126,13 +134,18 @@ class StandbyWorker(HostedWorker):
             label, program, node_id, settings: as for ``HostedWorker``.
             owner (int): id of the program's process on this node; this one ends with it.
             needed (Loaded): what the program's workers have in them.
+            until (float): ``time.time()`` after which the program does not wait any more.
         """
         with self._lock:
-            if self._taken.is_set() or needed != self._loaded:
+            if self._taken.is_set() or needed != self._loaded or time.time() > until:
                 return False
-            self._taken.set()
+            self._set_taken()
         _end_with(owner)
-        self._enter(label, program, node_id, settings)
+        try:
+            self._enter(label, program, node_id, settings)
+        except BaseException:
+            ray.kill(ray.get_runtime_context().current_actor)  # nobody can use it any more
+            raise
         return True
 
     @ray.method(concurrency_group="system")
@@ -140,8 +153,12 @@ class StandbyWorker(HostedWorker):
         """Be taken by no program from now on; return False if one has taken this process."""
         with self._lock:
             is_free = not self._taken.is_set()
-            self._taken.set()
+            self._set_taken()
         return is_free
+
+    def _set_taken(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._taken.set()
 
     @ray.method(concurrency_group="watch")
     def wait_taken(self) -> None:
@@ -182,45 +199,46 @@ def take(
     Returns:
         The actors by worker.
     """
-    actors = _standing_by(settings.namespace)
+    actors = _standing_by(settings)
     taken: dict[str, ActorHandle[HostedWorker]] = {}
     if not actors:
         return taken
     needed = Loaded.now(program.environ)
-    arguments = (program, this_node(), settings.to_dict(), os.getpid(), needed)
+    shared = (program, this_node(), settings.to_dict(), os.getpid(), needed)
     while actors and (left := [each for each in workers if each not in taken]):
+        until = time.time() + ADOPT_SECONDS
         asked = {
-            actor.adopt.remote(worker, *arguments): (worker, actor)
+            actor.adopt.remote(worker, *shared, until): (worker, actor)
             for worker, actor in zip(left, actors, strict=False)
         }
         actors = actors[len(asked) :]
-        done, late = ray.wait(list(asked), num_returns=len(asked), timeout=ADOPT_SECONDS)
+        # one that does not answer is left alone: another program may just have taken it
+        timeout = ADOPT_SECONDS + ANSWER_SECONDS
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
         for ref in done:
             worker, actor = asked[ref]
-            if _has_adopted(ref, actor):
+            if _has_adopted(ref):
                 taken[worker] = actor
-        for ref in late:
-            ray.kill(asked[ref][1])
     return taken
 
 
-def _standing_by(namespace: str) -> list[Any]:
+def folder_of_free(settings: config.Settings) -> Path:
+    """Return the folder with the names of the actors that are LOADING or FREE."""
+    return local_file(settings, ".standby")
+
+
+def _standing_by(settings: config.Settings) -> list[Any]:
     """Return handles of the actors that may be free."""
-    named: Iterable[Mapping[str, str]] = ray.util.list_named_actors(all_namespaces=True)
     actors = []
-    for each in named:
-        if each["name"].startswith(PREFIX) and each["namespace"] == namespace:
-            try:
-                actors.append(ray.get_actor(each["name"], namespace))
-            except ValueError:  # it has just ended
-                continue
+    for path in sorted(folder_of_free(settings).glob("*")):
+        with contextlib.suppress(ValueError):  # it has just ended
+            actors.append(ray.get_actor(path.name, settings.namespace))
     return actors
 
 
-def _has_adopted(ref: Any, actor: Any) -> bool:
+def _has_adopted(ref: Any) -> bool:
     try:
         return bool(ray.get(ref))
     except Exception as exc:
         logger.warning("a process that had loaded torch is not used: %s", exc)
-        ray.kill(actor)
         return False

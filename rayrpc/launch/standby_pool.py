@@ -30,7 +30,7 @@ from rayrpc import config
 from rayrpc._transports.ray.cluster import connect, local_file
 from rayrpc.errors import RpcError
 from rayrpc.launch.hosted import CONCURRENCY_GROUPS
-from rayrpc.launch.standby import PREFIX, Loaded, StandbyWorker
+from rayrpc.launch.standby import Loaded, StandbyWorker, folder_of_free
 
 __all__ = ["Actors", "FAILED", "READY", "StandbyPool", "lock_file", "main", "process_of"]
 
@@ -137,20 +137,26 @@ class RayActors:
     """Actors of ``StandbyWorker``.
 
     Args:
-        namespace (str): of their names.
+        settings: where they are found.
     """
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, settings: config.Settings) -> None:
         remote: Any = ray.remote
-        self._namespace = namespace
+        self._namespace = settings.namespace
+        self._folder = folder_of_free(settings)
+        self._folder.mkdir(exist_ok=True)
+        for path in self._folder.glob("*"):  # of a process that was killed
+            path.unlink()
         self._class = remote(concurrency_groups=CONCURRENCY_GROUPS)(StandbyWorker)
         self._handles: dict[str, Any] = {}
         self._refs: dict[Any, tuple[str, str]] = {}
 
     def start(self) -> str:
-        name = f"{PREFIX}{uuid.uuid4().hex[:12]}"
+        name = f"standby-{uuid.uuid4().hex[:12]}"
+        file = self._folder / name
+        file.touch()
         options = self._class.options(name=name, namespace=self._namespace, num_cpus=0)
-        actor = self._handles[name] = options.remote(Loaded.now(os.environ))
+        actor = self._handles[name] = options.remote(Loaded.now(os.environ), str(file))
         self._refs[actor.pid.remote()] = name, FREE
         self._refs[actor.wait_taken.remote()] = name, TAKEN
         self._refs[actor.stay.remote()] = name, ENDED
@@ -171,7 +177,7 @@ class RayActors:
             except ray.exceptions.RayError:
                 if state != ENDED:  # that comes as well
                     continue
-                self._handles.pop(name, None)
+                self._forget(name)
             found.append((name, state))
         return found
 
@@ -180,9 +186,13 @@ class RayActors:
         with contextlib.suppress(ray.exceptions.RayError):  # it does not answer, or has ended
             if state == FREE and not ray.get(actor.retire.remote(), timeout=RETIRE_SECONDS):
                 return False
-        del self._handles[name]
+        self._forget(name)
         ray.kill(actor)
         return True
+
+    def _forget(self, name: str) -> None:
+        self._handles.pop(name, None)
+        (self._folder / name).unlink(missing_ok=True)
 
 
 def lock_file(settings: config.Settings) -> Path:
@@ -214,9 +224,10 @@ def main(arguments: list[str]) -> None:
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
             connect(settings)
-            actors = RayActors(settings.namespace)
             at_once = os.cpu_count() or 1
-            pool = StandbyPool(actors, settings.standby_workers, at_once, settings.idle_timeout)
+            pool = StandbyPool(
+                RayActors(settings), settings.standby_workers, at_once, settings.idle_timeout
+            )
             signal.signal(signal.SIGTERM, lambda *_: pool.end())
             while not pool.is_up and pool.step():
                 print(pool.count(FREE), file=pipe, flush=True)

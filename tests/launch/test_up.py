@@ -20,7 +20,7 @@ def main(rank):
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)
     other = f"rank{1 - rank}"
     print(f"pid {rpc.rpc_sync(other, os.getpid)}, threads {torch.get_num_threads()}", flush=True)
-    if "WAITS" in os.environ:
+    if "WAITS" in os.environ and rank == 1:
         time.sleep(100)
     rpc.shutdown()
 
@@ -88,6 +88,19 @@ def test_ranks_run_in_processes_that_stand_by(start, script, environ, rayrpc_com
         # they end with their program, however that ends
         one = start("-m", "rayrpc", "run", path, **environ, WAITS="1")
         assert eventually(lambda: pids(one.output) == waiting, 60), one.output
+        status, text = rayrpc_command("stack")
+        assert "rank0 waits in shutdown for rank1 (" in text and ", in main" in text, text
+        assert re.search(r"rank1 \([^)]*\), which is at .*script.py:\d+, in main", text), text
+
+        # other programs ask none of these, which may be stopped
+        stopped = min(waiting)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            other = start("-m", "rayrpc", "run", path, **environ)
+            assert other.end(20) == 0 and not pids(other.output) & waiting, other.output
+            assert all(map(psutil.pid_exists, waiting))
+        finally:
+            os.kill(stopped, signal.SIGCONT)
         os.kill(one.process.pid, signal.SIGKILL)
         assert eventually(lambda: not any(map(psutil.pid_exists, waiting)), 10)
     finally:
