@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rayrpc.launch.workers import WorkerGroup, start_workers
     from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-    from rayrpc.rref import PyRRef, RRef
+    from rayrpc.rref_proxy import PyRRef, RRef
 
 __all__ = [
     "BackendType",
@@ -86,7 +86,7 @@ _HOMES = {
         "rpc_sync",
         "shutdown",
     ),
-    "rayrpc.rref": ("PyRRef", "RRef"),
+    "rayrpc.rref_proxy": ("PyRRef", "RRef"),
     "rayrpc._protocol.ids": ("WorkerInfo",),
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
     "rayrpc.compat": ("install", "uninstall"),

@@ -56,7 +56,7 @@ from rayrpc.internal import (  # noqa: F401  torch's api has these names
     _internal_rpc_pickler,
 )
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from rayrpc.rref import PyRRef, RRef
+from rayrpc.rref_proxy import PyRRef, RRef
 from rayrpc.startup import choose_backend, open_backend
 
 __all__ = [

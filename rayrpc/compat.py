@@ -31,7 +31,7 @@ MODULES = {
     f"{RPC}.functions": "rayrpc.functions",
     f"{RPC}.internal": "rayrpc.internal",
     f"{RPC}.options": "rayrpc.options",
-    f"{RPC}.rref_proxy": "rayrpc.rref",
+    f"{RPC}.rref_proxy": "rayrpc.rref_proxy",
 }
 
 # The same for modules that copy names when they are imported; programs usually import them late.

@@ -22,7 +22,7 @@ from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start_task
 from rayrpc._runtime.invocation import Invocation, To
 from rayrpc.options import UNSET_RPC_TIMEOUT
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 __all__ = [
     "Await",

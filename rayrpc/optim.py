@@ -14,7 +14,7 @@ from rayrpc import api
 from rayrpc._autograd.hook import contexts, find_context, start_without_context
 from rayrpc._runtime.started_call import StartedCall
 from rayrpc.errors import RpcError
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 __all__ = ["DistributedOptimizer"]
 

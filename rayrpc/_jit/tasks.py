@@ -29,7 +29,7 @@ from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.functions import async_execution
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 __all__ = ["start_task"]
 

@@ -14,7 +14,7 @@ from rayrpc._runtime import current
 from rayrpc.parallel.assigner.devices import GPUtil, available_memory
 from rayrpc.parallel.assigner.model_assigner import ModelSizeEstimator
 from rayrpc.parallel.assigner.placement import PlacementProblem, Weights
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 __all__ = ["ClusterModelAssigner"]
 

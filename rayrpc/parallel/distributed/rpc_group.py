@@ -13,7 +13,7 @@ from rayrpc._runtime import current
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.parallel.distributed import lookup
 from rayrpc.parallel.distributed.registry import SERVICE, VALUE, call_service, get_value
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 __all__ = ["RpcGroup", "clear_groups", "groups", "wait_for_members"]
 

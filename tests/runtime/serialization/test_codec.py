@@ -13,7 +13,7 @@ from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import Fork, Frame, Kind
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc.errors import FunctionNotFoundError, SerializationError
-from rayrpc.rref import RRef
+from rayrpc.rref_proxy import RRef
 
 
 class FakeSharer:
