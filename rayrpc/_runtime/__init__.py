@@ -17,6 +17,7 @@
     current             the agent of this process
     main_identity       whether two processes run the same program
     all_gather          objects of all workers; graceful shutdown
+    quiescence          waits until no calls are under way
     noted_waits         what threads wait for at other workers, apart from calls
 
 Invariants: every call ends once, with a value or an error; users' functions run in the thread that

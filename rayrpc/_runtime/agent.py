@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -24,12 +23,13 @@ from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
 from rayrpc._runtime.noted_waits import NotedWaits
+from rayrpc._runtime.quiescence import Quiescence
 from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import CallError, ConfigError, GroupError, WorkerDiedError
+from rayrpc.errors import CallError, ConfigError, WorkerDiedError
 from rayrpc.options import TensorPipeRpcBackendOptions, to_seconds
 
 __all__ = ["Agent"]
@@ -37,8 +37,6 @@ __all__ = ["Agent"]
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.002
-# Directory.sync gets this long at least, also if draining used up the timeout.
-MIN_SYNC_SECONDS = 0.1
 # How long a worker that leaves waits until the calls that it serves are replied to.
 REPLY_SECONDS = 2.0
 
@@ -83,7 +81,6 @@ class Agent:
         self._directory = directory
         self._snapshot = snapshot
         self._closed = False
-        self._joins = 0
         self._gil_waits: GilWaits | None = None
         self._on_shutdown: list[Callable[[], None]] = []
         self._threads = ThreadCache("rayrpc", soft_limit=options.num_worker_threads + 4)
@@ -110,6 +107,7 @@ class Agent:
             self._worker.devices.add(member)
         self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
         self.callee = Callee(self._worker, self.slots)
+        self._quiescence = Quiescence(self._worker, self.caller, self.callee, directory)
 
     def start(self) -> None:
         """Serve calls, and follow the directory, from now on."""
@@ -299,57 +297,17 @@ class Agent:
     # -- shutdown -----------------------------------------------------------------------------
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until no member has calls under way, nor calls that those may cause.
-
-        Each member reports, while idle, how many calls it sent and served.  When the reports of
-        two rounds are equal, no call is on its way (Mattern's counting; the directory collects
-        the reports).
+        """Wait until no member has calls under way; see ``Quiescence.join``.
 
         Args:
             shutdown: accepted for torch's sake.
             timeout: in seconds; 0: none.
-
-        Raises:
-            GroupError: a member did not report in time.
         """
-        release_reader()
-        deadline = Deadline(timeout or None)
-        last: dict[str, Any] | None = None
-        round_number = 0
-        while True:
-            self.drain(timeout)
-            left = deadline.remaining()
-            if left is not None:
-                left = max(MIN_SYNC_SECONDS, left)
-            mine = (self.caller.sent, self.callee.served)
-            tag = f"join-{self._joins}-{round_number}"
-            self.rrefs.keep_leaks()
-            reports = self._directory.sync(tag, mine, left)
-            if reports == last:
-                self._joins += 1
-                return
-            last = reports
-            round_number += 1
+        self._quiescence.join(timeout)
 
     def drain(self, timeout: float = 0) -> None:
-        """Wait until this worker makes and serves no calls.
-
-        Args:
-            timeout: in seconds; 0: none.
-
-        Raises:
-            GroupError: it still does after that.
-        """
-        release_reader()
-        deadline = Deadline(timeout or None)
-        while self.caller.active or self.callee.active_for(self._members.find):
-            if deadline.expired:
-                served = self.callee.active_for(self._members.find)
-                raise GroupError(
-                    f"RPC worker {self.info.name!r} still has calls under way after {timeout} s: "
-                    f"{self.caller.active} of its own, {served} of others"
-                )
-            time.sleep(DRAIN_POLL_SECONDS)
+        """Wait until this worker makes and serves no calls; see ``Quiescence.drain``."""
+        self._quiescence.drain(timeout)
 
     def sync(self) -> None:
         """Wait until every member calls this."""

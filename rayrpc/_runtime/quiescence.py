@@ -1,0 +1,92 @@
+"""Wait until a worker, or its whole group, has no calls under way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.reader import release_reader
+from rayrpc._protocol.transport import Directory
+from rayrpc._runtime.callee import Callee
+from rayrpc._runtime.caller import Caller
+from rayrpc._runtime.worker import Worker
+from rayrpc.errors import GroupError
+
+__all__ = ["Quiescence"]
+
+DRAIN_POLL_SECONDS = 0.002
+# Directory.sync gets this long at least, also if draining used up the timeout.
+MIN_SYNC_SECONDS = 0.1
+
+
+class Quiescence:
+    """Detect that no calls are under way, by Mattern's counting.
+
+    Args:
+        worker (Worker): the worker.
+        caller (Caller): its own calls.
+        callee (Callee): those that it serves.
+        directory (Directory): collects the members' reports.
+    """
+
+    def __init__(
+        self, worker: Worker, caller: Caller, callee: Callee, directory: Directory
+    ) -> None:
+        self._worker = worker
+        self._caller = caller
+        self._callee = callee
+        self._directory = directory
+        self._joins = 0
+
+    def join(self, timeout: float) -> None:
+        """Wait until no member has calls under way, nor calls that those may cause.
+
+        Each member reports, while idle, how many calls it sent and served.  When the reports of
+        two rounds are equal, no call is on its way.
+
+        Args:
+            timeout: in seconds; 0: none.
+
+        Raises:
+            GroupError: a member did not report in time.
+        """
+        release_reader()
+        deadline = Deadline(timeout or None)
+        last: dict[str, Any] | None = None
+        round_number = 0
+        while True:
+            self.drain(timeout)
+            left = deadline.remaining()
+            if left is not None:
+                left = max(MIN_SYNC_SECONDS, left)
+            mine = (self._caller.sent, self._callee.served)
+            tag = f"join-{self._joins}-{round_number}"
+            self._worker.rrefs.keep_leaks()
+            reports = self._directory.sync(tag, mine, left)
+            if reports == last:
+                self._joins += 1
+                return
+            last = reports
+            round_number += 1
+
+    def drain(self, timeout: float) -> None:
+        """Wait until this worker makes and serves no calls.
+
+        Args:
+            timeout: in seconds; 0: none.
+
+        Raises:
+            GroupError: it still does after that.
+        """
+        release_reader()
+        deadline = Deadline(timeout or None)
+        find = self._worker.members.find
+        while self._caller.active or self._callee.active_for(find):
+            if deadline.expired:
+                served = self._callee.active_for(find)
+                raise GroupError(
+                    f"RPC worker {self._worker.info.name!r} still has calls under way after "
+                    f"{timeout} s: {self._caller.active} of its own, {served} of others"
+                )
+            time.sleep(DRAIN_POLL_SECONDS)
