@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
+    from rayrpc.objects import as_future, object_ref, rref
     from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
     from rayrpc.rref_proxy import PyRRef, RRef
@@ -43,6 +44,7 @@ __all__ = [
     "WorkerInfo",
     "__version__",
     "as_completed",
+    "as_future",
     "configure",
     "errors",
     "functions",
@@ -52,10 +54,12 @@ __all__ = [
     "init_rpc",
     "install",
     "lazy",
+    "object_ref",
     "profile",
     "remote",
     "rpc_async",
     "rpc_sync",
+    "rref",
     "rrefs",
     "settings",
     "shutdown",
@@ -95,6 +99,7 @@ _HOMES = {
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
+    "rayrpc.objects": ("as_future", "object_ref", "rref"),
     "rayrpc.observe": ("profile", "rrefs", "status"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -27,8 +27,10 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._runtime.serialization.codec import add_object_type
+from rayrpc._runtime.serialization.stored import decode_stored, encode_stored
 from rayrpc._runtime.user_api import UserApi
-from rayrpc._transports import open_metrics, open_transport
+from rayrpc._transports import open_metrics, open_objects, open_transport
 from rayrpc._transports.process_origin import this_origin
 from rayrpc.config import Settings
 from rayrpc.errors import ArgumentTypeError, RpcError
@@ -178,6 +180,8 @@ def make_agent(
         raise
     extend_futures()
     contexts = GradContexts()
+    object_type, objects = open_objects(name, encode_stored, decode_stored)
+    add_object_type(object_type)
     agent = Agent(
         snapshot,
         transport,
@@ -187,6 +191,7 @@ def make_agent(
         rref_maker,
         user_api,
         [ProfilerHook(snapshot.me.id), contexts],
+        objects,
     )
     contexts.attach(agent)
     if settings.profile_calls:

@@ -10,6 +10,7 @@ import time
 from rayrpc._concurrency.outcome import Value
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
+from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Deferred, PendingReply
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
@@ -17,6 +18,7 @@ from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.listening import listen
 from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.wire import prepare
+from rayrpc._transports.expected_replies import ExpectedReplies
 from rayrpc.errors import CallLostError
 
 __all__ = [
@@ -52,7 +54,7 @@ class Callee:
 
     def serve(self, frame, may_block=True):
         data = self.answer(frame)
-        if isinstance(data, Deferred):
+        if isinstance(data, (Deferred, Frame)):
             return data
         return Frame(Kind.VALUE, 0, 1, frame.call_id, data=data, buffers=frame.buffers)
 
@@ -73,6 +75,7 @@ class Owner:
         self.rerouted = []
         self.lost = []
         self.connections = []
+        self.elsewhere = ExpectedReplies(lambda worker_id: Member(self.to, "callee", worker_id))
 
     def connect(self, peer, is_bulk=False, pair=0):
         connection = dial(self.callee.server, self.family)
@@ -97,6 +100,9 @@ class Owner:
             bulk = CallerConnection(connection.peer, self, threads, watchdog, is_bulk=True)
             connection.bulk = bulk
         return connection.bulk.expect(call_id)
+
+    def expect_reply(self, call_id, peer):
+        return self.elsewhere.expect(call_id, peer)
 
 
 def end(connection):

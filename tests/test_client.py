@@ -12,6 +12,7 @@ from conftest import ROOT, Run, python_path
 
 SCRIPT = """
 import os, sys, torch
+import ray
 import rayrpc, rayrpc.errors
 import targets
 import torch.distributed.rpc as rpc
@@ -36,6 +37,14 @@ if __name__ == "__main__":
     print("carol said it", flush=True)
     rref = rpc.remote("carol", targets.Adder, args=(5,))
     assert rref.rpc_sync().add(1) == 6
+    ref = ray.put(torch.ones(3))
+    assert rpc.rpc_sync("carol", torch.add, args=(ref, 1)).tolist() == [2] * 3
+    assert ray.get(rpc.rpc_sync("carol", targets.identity, args=([ref],))[0]).tolist() == [1] * 3
+    later = rayrpc.object_ref(rpc.rpc_async("carol", targets.nap, args=(0.2, big)))
+    assert torch.equal(ray.get(later), big)
+    made = rpc.remote("carol", torch.ones, args=(2,)).object_ref()
+    assert rayrpc.as_future(made).wait().tolist() == [1, 1]
+    assert rayrpc.rref(made, "carol").rpc_sync().sum() == 2
     # and back: a worker of the cluster calls this process
     assert rpc.rpc_sync("carol", targets.call_on, args=("driver", os.getpid)) == os.getpid()
     back = rpc.rpc_sync("carol", targets.call_on, args=("driver", torch.neg, big))

@@ -12,7 +12,8 @@ import pytest
 MODULES = [
     *("rayrpc", "rayrpc.api", "rayrpc.autograd", "rayrpc.backend_registry", "rayrpc.compat"),
     *("rayrpc.config", "rayrpc.errors", "rayrpc.functions", "rayrpc.futures", "rayrpc.internal"),
-    *("rayrpc.jit", "rayrpc.nn", "rayrpc.optim", "rayrpc.options", "rayrpc.rref_proxy"),
+    *("rayrpc.jit", "rayrpc.nn", "rayrpc.objects", "rayrpc.optim", "rayrpc.options"),
+    "rayrpc.rref_proxy",
     *("rayrpc.parallel.assigner", "rayrpc.parallel.distributed", "rayrpc.parallel.pickle"),
     *("rayrpc.parallel.pool", "rayrpc.parallel.queue", "rayrpc.parallel.server"),
 ]

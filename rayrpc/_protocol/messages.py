@@ -12,10 +12,12 @@ A call is a request frame and a reply frame:
     INSPECT   the reply tells, as data, what the worker does; its sender need be no member
     VALUE     the call ended with a value
     ERROR     the call ended with an exception
+    ELSEWHERE the reply comes by the transport that the request did not come by
 
 A frame is a header of plain values, a pickled payload, and a *list* of buffers (the tensors'
 bytes), never one blob, so that a transport may send the buffers in its own way.  RRef messages
-(``control``) and entries of hooks (``meta``) are piggybacked on any frame.
+(``control``) and entries of hooks (``meta``) are piggybacked on any frame.  References to objects
+of the cluster's store are beside the payload: only Ray can send them, which counts them.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "Kind",
+    "Objects",
     "Payload",
     "UserDelete",
     "flat",
@@ -56,6 +59,7 @@ class Kind(IntEnum):
     VALUE = 4
     ERROR = 5
     INSPECT = 6
+    ELSEWHERE = 7
 
 
 class FrameError(EOFError):
@@ -108,6 +112,19 @@ class SharedForks(tuple[Fork, ...]):
                 self._release(fork)
 
 
+class Objects(NamedTuple):
+    """References to objects of the cluster's store in a payload.
+
+    Args:
+        refs (tuple): the references, as the store's own library has them; the payload refers to
+            them by position.
+        arguments (tuple[int, ...]): positions of those that arrive as the objects' values.
+    """
+
+    refs: tuple[Any, ...]
+    arguments: tuple[int, ...] = ()
+
+
 class Payload(NamedTuple):
     """A pickled object.
 
@@ -117,12 +134,14 @@ class Payload(NamedTuple):
         forks (tuple[Fork, ...]): the RRefs in it that are shared.
         lent (tuple): handles of the RRefs in it that are lent; the caller keeps them alive until
             the reply arrives.
+        objects (Objects | None): the references in it to objects of the cluster's store.
     """
 
     data: bytes
     buffers: list[Any]
     forks: tuple[Fork, ...] = ()
     lent: tuple[Any, ...] = ()
+    objects: Objects | None = None
 
 
 EMPTY = Payload(b"", [])
@@ -183,6 +202,8 @@ class Frame:
         data (bytes): the pickled payload.
         buffers (list): out-of-band buffers of the pickle.
         takes_slot (bool): the function counts among those that run at a time.
+        objects (Objects | None): the references in the payload to objects of the cluster's store;
+            ``pack`` leaves them out.
         is_stable (bool): the sender writes nothing to the buffers until the reply has arrived; else
             they may change as soon as the frame was given to a transport.
         pending (Pending | None): where the reply to a request will be, if it may arrive: the sender
@@ -203,6 +224,7 @@ class Frame:
     data: bytes = b""
     buffers: list[Any] = field(default_factory=list)
     takes_slot: bool = True
+    objects: Objects | None = None
     is_stable: bool = field(default=False, compare=False)
     pending: Any = field(default=None, compare=False, repr=False)
 
@@ -224,7 +246,7 @@ class Frame:
             self.is_stable = True
 
     def pack(self) -> bytes:
-        """Encode all but the buffers.
+        """Encode all but the buffers and objects.
 
         kind (1) | flags (1) | src (4) | session (8) | call id (8) | ack (8); if the flags say so,
         two identities (32), and the length (4) and checksum (4) of a pickle, and the pickle; then
@@ -247,8 +269,10 @@ class Frame:
         return head + front + self.data
 
     @staticmethod
-    def unpack(head: bytes | memoryview, buffers: Sequence[Any] = ()) -> Frame:
-        """Decode the frame that ``pack`` encoded, and add its buffers.
+    def unpack(
+        head: bytes | memoryview, buffers: Sequence[Any] = (), objects: Objects | None = None
+    ) -> Frame:
+        """Decode the frame that ``pack`` encoded, and add its buffers and objects.
 
         Raises:
             FrameError: ``pack`` encoded nothing like it.
@@ -289,6 +313,7 @@ class Frame:
                 bytes(head[position:]),
                 list(buffers) if buffers else [],
                 not flags & _NO_SLOT,
+                objects,
             )
         except (IndexError, struct.error) as exc:  # the kind is unknown, or the head too short
             raise FrameError(f"the header of a frame is malformed: {exc}") from None

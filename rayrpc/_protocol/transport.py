@@ -147,7 +147,8 @@ def served(serve: Serve, frame: Frame, may_block: bool = True) -> Frame | Deferr
 
 def copied(frame: Frame) -> Frame:
     """Return a copy that shares no memory with ``frame``, for a receiver in the same process."""
-    return Frame.unpack(frame.pack(), [bytearray(flat(buffer)) for buffer in frame.buffers])
+    buffers = [bytearray(flat(buffer)) for buffer in frame.buffers]
+    return Frame.unpack(frame.pack(), buffers, frame.objects)
 
 
 class Transport(abc.ABC):

@@ -13,6 +13,7 @@
     coroutines          event loops for async functions
     hooks               what accompanies calls: profiling, distributed autograd
     rrefs               handles, proxies and values of RRefs
+    objects             objects of the cluster's store, as arguments and as copies of values
     user_api            what RRefs need of the layers above
     current             the agent of this process
     main_identity       whether two processes run the same program

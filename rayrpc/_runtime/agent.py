@@ -23,6 +23,7 @@ from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
 from rayrpc._runtime.noted_waits import NotedWaits
+from rayrpc._runtime.objects import NoStore, ObjectStore
 from rayrpc._runtime.quiescence import Quiescence
 from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
 from rayrpc._runtime.serialization.codec import Codec
@@ -58,6 +59,7 @@ class Agent:
         make_handles (Callable): given this agent, returns what makes handles of RRefs.
         user_api (UserApi): the functions that RRefs call.
         hooks (list[Hook]): accompany calls.
+        objects (ObjectStore, optional): of the cluster.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class Agent:
         make_handles: Callable[[Agent], MakeHandle],
         user_api: UserApi,
         hooks: list[Hook],
+        objects: ObjectStore | None = None,
     ) -> None:
         me = snapshot.me
         self.member = me
         self.key = key
         self.info = WorkerInfo(me.name, me.id)
         self.user_api = user_api
+        self.objects = objects or NoStore()
         self._options = options
         self._transport = transport
         self._directory = directory
@@ -102,6 +106,7 @@ class Agent:
             self.rrefs,
             hooks,
             options.rpc_timeout,
+            self.objects,
         )
         for member in snapshot.members:
             self._worker.devices.add(member)
@@ -329,6 +334,7 @@ class Agent:
         self._directory.leave()
         self.caller.close()
         self.callee.close()
+        self.objects.close()
         self.rrefs.close()
         for hook in self.hooks:
             hook.close()

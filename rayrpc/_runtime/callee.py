@@ -24,6 +24,7 @@ from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.invocation import Invocation, user_function
+from rayrpc._runtime.objects import receive
 from rayrpc._runtime.operators import as_schema_says, run_operator
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
@@ -127,6 +128,12 @@ class Callee:
         if frame.kind is Kind.REMOTE:
             assert frame.rref_id is not None and frame.fork_id is not None
             entry.cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
+        deferred = Deferred()
+        if frame.objects is not None and frame.objects.arguments:
+            # it takes a slot when they are there: what makes them may need one
+            begin = functools.partial(self._run_later, frame, entry, deferred)
+            receive(self._worker.objects, frame.objects, begin)
+            return deferred
         if not frame.takes_slot:
             return self._run(frame, entry)
         if may_block and self._slots.enter():
@@ -134,18 +141,28 @@ class Callee:
                 return self._run(frame, entry)
             finally:
                 self._slots.leave()
-        deferred = Deferred()
+        self._run_later(frame, entry, deferred)
+        return deferred
 
-        def run_later() -> None:
-            if not deferred.hold(lambda: self._slots.submit(run_later)):
-                _settle(deferred, frame, lambda: self._run(frame, entry))
+    def _run_later(
+        self,
+        frame: Frame,
+        entry: ServedCall,
+        deferred: Deferred,
+        received: Outcome[list[Any]] | None = None,
+    ) -> None:
+        """Run a call in another thread; see ``_run``."""
+
+        def run() -> None:
+            if not deferred.hold(lambda: self._slots.submit(run)):
+                _settle(deferred, frame, lambda: self._run(frame, entry, received))
 
         try:
-            self._slots.submit(run_later)
+            self._slots.submit(run)
         except RuntimeError as exc:  # no thread can be started
+            outcome = Error(exc)
             self._on_undecodable(frame)
-            return self._reply(frame, entry, Error(exc), None)
-        return deferred
+            _settle(deferred, frame, lambda: self._reply(frame, entry, outcome, None))
 
     def _refuse(self, frame: Frame) -> Frame:
         """Return the reply to a former member whose id another one has now."""
@@ -160,13 +177,15 @@ class Callee:
 
     # -- one call -----------------------------------------------------------------------------
 
-    def _run(self, frame: Frame, entry: ServedCall) -> Frame | Deferred:
+    def _run(
+        self, frame: Frame, entry: ServedCall, received: Outcome[list[Any]] | None = None
+    ) -> Frame | Deferred:
+        """Run a call; ``received`` are the frame's objects, if some of them are arguments."""
         call: IncomingCall | None = None
         taken = monotonic() if frame.meta else 0.0
         try:
-            decode = self._worker.codec.decode
-            invocation = Invocation(*decode(frame.data, frame.buffers, frame.forks))
-            frame.data, frame.buffers = b"", []
+            invocation = self._decode(frame, received)
+            frame.data, frame.buffers, frame.objects = b"", [], None
             if frame.forks:
                 self._confirm(frame)
             key = LatencyProfile.key(invocation.func, invocation.args)
@@ -199,6 +218,16 @@ class Callee:
         if not frame.is_async:
             return self._reply(frame, entry, Value(value), call)
         return self._reply_when_done(frame, entry, value, call)
+
+    def _decode(self, frame: Frame, received: Outcome[list[Any]] | None) -> Invocation:
+        codec = self._worker.codec
+        if frame.objects is None:
+            return Invocation(*codec.decode(frame.data, frame.buffers, frame.forks))
+        if isinstance(received, Error):
+            codec.discard(frame.forks, set())
+            received.unwrap()
+        objects = frame.objects.refs if received is None else received.value
+        return Invocation(*codec.decode(frame.data, frame.buffers, frame.forks, objects=objects))
 
     def _invoke(self, invocation: Invocation, is_async: bool) -> Any:
         if not self.around:
@@ -379,11 +408,10 @@ class Callee:
         self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
     ) -> Frame:
         ack, control = self._rrefs.take_pending(call.src)
-        data, buffers, forks, _ = payload
+        data, buffers, forks, _, objects = payload
         session, me, number = self._worker.session, self._me.id, call.call_id
-        return Frame(
-            kind, session, me, number, None, None, False, meta, ack, control, forks, data, buffers
-        )
+        rest = meta, ack, control, forks, data, buffers, True, objects
+        return Frame(kind, session, me, number, None, None, False, *rest)
 
 
 def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferred]) -> None:

@@ -257,7 +257,8 @@ class Caller:
         try:
             devices = worker.devices.of_calls(to.name)
             shares_main = to.main == worker.members.me.main
-            return worker.codec.encode(tuple(invocation), to.id, shares_main, devices, lends=True)
+            how = to.id, shares_main, devices, worker.objects.at_hand
+            return worker.codec.encode_call(invocation, *how)
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
         except SerializationError as exc:
@@ -274,12 +275,12 @@ class Caller:
         meta: dict[str, Any] | None = None,
         func: object = None,
     ) -> Frame:
-        data, buffers, forks, _ = payload
+        data, buffers, forks, _, objects = payload
         ack, control = self._rrefs.take_pending(to.id)
         number = self.new_id()
         session, me = self._worker.session, self._me.id
         is_async = hasattr(func, "_wrapped_async_rpc_function")
-        rest = meta, ack, control, forks, data, buffers, not is_prompt(func)
+        rest = meta, ack, control, forks, data, buffers, not is_prompt(func), objects
         return Frame(kind, session, me, number, None, None, is_async, *rest)
 
     # -- calls that a thread waits for --------------------------------------------------------
@@ -434,7 +435,8 @@ class Caller:
         if reply.kind is not Kind.VALUE:
             remote = RemoteException(*pickle.loads(reply.data))
             raise rebuild(remote, request.keeps_type)
-        value = worker.codec.decode(reply.data, reply.buffers, reply.forks, taken)
+        refs = reply.objects.refs if reply.objects is not None else ()
+        value = worker.codec.decode(reply.data, reply.buffers, reply.forks, taken, refs)
         if reply.forks:
             self._rrefs.flush()
         if reply.meta and request.call is not None:

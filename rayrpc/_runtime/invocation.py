@@ -17,6 +17,7 @@ __all__ = [
     "Kwargs",
     "NOTHING",
     "To",
+    "forwards",
     "is_prompt",
     "prompt",
     "user_function",
@@ -54,6 +55,15 @@ class Invocation(NamedTuple):
         """Run it here."""
         return self.func(*self.args, **self.kwargs)
 
+    def map(self, change: Callable[[Any], Any]) -> Invocation:
+        """Return one whose arguments are changed, and those that a forwarding function passes."""
+        func, args, kwargs = self
+        if hasattr(func, "_rayrpc_forwards"):
+            *own, args, kwargs = args
+            _, args, kwargs = Invocation(_nothing, args, kwargs).map(change)
+            return Invocation(func, (*own, args, kwargs))
+        return Invocation(func, tuple(map(change, args)), {k: change(v) for k, v in kwargs.items()})
+
 
 def prompt(func: F) -> F:
     """Have calls of a function of this package run at once, whatever users' functions run.
@@ -70,8 +80,22 @@ def is_prompt(func: object) -> bool:
     return getattr(func, "_rayrpc_is_prompt", None) is True
 
 
+def forwards(func: F) -> F:
+    """Note that the last two arguments of a function of this package are those of another one.
+
+    Args:
+        func: calls the other one with them.
+    """
+    func._rayrpc_forwards = True  # type: ignore[attr-defined]
+    return func
+
+
+def _nothing() -> None:
+    pass
+
+
 #: what a fetch runs
-NOTHING = Invocation(lambda: None)
+NOTHING = Invocation(_nothing)
 
 
 def user_function(func: object) -> str:

@@ -1,8 +1,9 @@
 """Calls of torch's operators, which torch sends by their names and runs by their schemas.
 
 Here they are sent as other functions are.  What a schema decides is as in torch: arguments that no
-schema takes are an error where the call is made, an operator of numbers returns a number, and
-several tensors are a list.  What torch cannot send works, too: ``ones(2, 2)``, ``max(x, 0)``.
+schema takes are an error where the call is made (at the callee, if an ObjectRef stands for one), an
+operator of numbers returns a number, and several tensors are a list.  What torch cannot send works,
+too: ``ones(2, 2)``, ``max(x, 0)``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.jit._builtins import _find_builtin
+
+from rayrpc._runtime.serialization.sessions import object_types
 
 __all__ = ["as_schema_says", "check_operator", "run_operator"]
 
@@ -53,6 +56,8 @@ def check_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         torch._C._jit_resolve_packet(name, *args, **kwargs)
     except RuntimeError as exc:
+        if not object_types.isdisjoint((*kinds, *map(type, kwargs.values()))):
+            return  # their values are known at the callee
         if not _runs(func, args, kwargs):
             raise RuntimeError(str(exc)) from None
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
+from rayrpc._runtime.objects import ObjectStore
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
@@ -27,6 +28,7 @@ class Worker:
         rrefs (RRefContext): its RRefs.
         hooks (list[Hook]): accompany its calls.
         rpc_timeout (float): default timeout of calls in seconds, 0 for none, as torch counts.
+        objects (ObjectStore): the cluster's.
     """
 
     info: WorkerInfo
@@ -37,6 +39,7 @@ class Worker:
     rrefs: RRefContext
     hooks: list[Hook]
     rpc_timeout: float
+    objects: ObjectStore
 
     @property
     def default_timeout(self) -> float | None:

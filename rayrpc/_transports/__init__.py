@@ -25,15 +25,22 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from rayrpc._concurrency.outcome import Outcome
+from rayrpc._protocol.messages import Payload
 from rayrpc._protocol.metrics import Sink
 from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["open_metrics", "open_transport"]
+__all__ = ["open_metrics", "open_objects", "open_transport"]
 
 logger = logging.getLogger(__name__)
+
+Encode = Callable[[Outcome[Any]], Payload]
+Decode = Callable[[bytes, Sequence[Any], Sequence[Any]], Any]
 
 
 def open_transport(
@@ -95,6 +102,20 @@ def open_transport(
         peer_timeout=settings.peer_timeout,
     )
     return direct, directory
+
+
+def open_objects(worker: str, encode: Encode, decode: Decode) -> tuple[type, Any]:
+    """Return the class of references to objects of Ray's store, and the store.
+
+    Args:
+        worker (str): name of the worker that will use it.
+        encode (Callable): pickles a value or an error for an object.
+        decode (Callable): a function of a module, which readers of objects import.
+    """
+    from rayrpc._transports.ray.objects import Codec, RayObjects, object_type
+
+    codec = Codec(encode, decode.__module__, decode.__qualname__)
+    return object_type(), RayObjects(worker, codec)
 
 
 def open_metrics(warns: bool = False) -> Sink | None:

@@ -31,7 +31,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        400981,
+        7038,
         Mutation(
             "Ctrl-C leaves a task in the queue, for which no thread is started",
             "_concurrency.threads",

@@ -13,7 +13,7 @@ from conftest import eventually
 
 from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._protocol.messages import Frame, Kind, Objects
 from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.memory import MemoryHub, MemoryTransport
 from rayrpc.errors import CallError, WorkerDiedError
@@ -32,7 +32,7 @@ class Side:
 
     def serve(self, frame, may_block=True):
         data = self.answer(frame)
-        if isinstance(data, Deferred):
+        if isinstance(data, (Deferred, Frame)):
             return data
         return self.reply(frame, data)
 
@@ -114,6 +114,36 @@ def test_a_frame_and_its_reply_arrive_whole(sides):
     sent.meta = {"hook": 1}
     assert caller.transport.call(callee.member, sent).wait(WAIT_SECONDS).data == b"back"
     assert seen == [(Kind.CALL, 7, {"hook": 1}, [b"x" * 10, b"y" * 300_000])]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_references_to_objects_arrive_with_requests_and_replies(sides, is_late):
+    caller, callee = sides
+    refs: tuple[Any, ...] = ("one", "two")
+    if not caller.kind.startswith("memory"):
+        import ray
+
+        refs = (ray.put("one"), ray.put("two"))
+    seen = []
+
+    def answer(request):
+        seen.append((request.objects, [bytes(b) for b in request.buffers]))
+        reply = callee.reply(request, b"back", [pickle.PickleBuffer(b"r" * 300_000)])
+        reply.objects = Objects(refs[1:])
+        if not is_late:
+            return reply
+        deferred = Deferred()
+        threading.Timer(0.1, lambda: deferred.set(reply)).start()
+        return deferred
+
+    callee.answer = answer
+    for wait in (lambda pending: pending.wait(WAIT_SECONDS), lambda p: outcome_of(p).unwrap()):
+        sent = frame(8 + len(seen), b"there", [pickle.PickleBuffer(b"y" * 300_000)])
+        sent.objects = Objects(refs, (1,))
+        reply = wait(caller.transport.call(callee.member, sent))
+        assert (reply.kind, reply.data, reply.objects) == (Kind.VALUE, b"back", Objects(refs[1:]))
+        assert [bytes(b) for b in reply.buffers] == [b"r" * 300_000]
+        assert seen[-1] == (Objects(refs, (1,)), [b"y" * 300_000])
 
 
 @pytest.mark.parametrize("side", [4, 400])

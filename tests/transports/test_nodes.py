@@ -114,6 +114,15 @@ def main(cluster):
     assert torch.equal(rpc.rpc_sync("left", targets.read, args=(made[0],)), large)
     print("RRefs cross nodes", flush=True)
 
+    # objects of the store
+    ref = rpc.remote("left", torch.neg, args=(large,)).object_ref()
+    assert torch.equal(rpc.rpc_sync("right", targets.identity, args=(ref,)), -large)
+    args = ("right", targets.identity, [ref])
+    (same,) = rpc.rpc_sync("left", targets.call_on, args=args)
+    assert same == ref and torch.equal(rpc.as_future(same).wait(), -large)
+    assert torch.equal(rpc.rref(ref, to="near").to_here(), -large)
+    print("objects cross nodes", flush=True)
+
     # directories run beside the control service
     for number in range(6):
         directory = RayDirectory(f"key {number}", "rayrpc", 10.0)
@@ -145,6 +154,7 @@ def test_workers_on_different_nodes_call_each_other(start_nodes):
         "small ones go by TCP",
         "large ones have connections of their own",
         "RRefs cross nodes",
+        "objects cross nodes",
         "directories are on the head",
         "done",
     ):

@@ -12,13 +12,16 @@ from rayrpc._concurrency.outcome import Error, Value, complete, fresh
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
+from rayrpc._runtime.invocation import prompt
+from rayrpc._runtime.objects import ref_of
 from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.rrefs.creation_site import users_line
 from rayrpc._runtime.rrefs.home import Home, get_home, is_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
-from rayrpc._runtime.serialization.codec import add_reducer, reduce_rref
+from rayrpc._runtime.serialization.codec import add_reducer
+from rayrpc._runtime.serialization.sessions import reduce_rref
 from rayrpc.errors import CallTimeoutError, RpcError
 from rayrpc.options import UNSET_RPC_TIMEOUT, to_seconds
 
@@ -146,6 +149,38 @@ class RRef(Generic[T]):
                 f"localValue() on user {self._home.info}. Call it on owner {self._owner}"
             )
         return cast(T, self._cell.wait().unwrap())
+
+    def object_ref(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Return a Ray ObjectRef of the value as it is now, or of what it will be.
+
+        The owner puts a copy of the value into Ray's object store, where any task or actor of the
+        cluster finds it; what reads it needs rayrpc.  An error of the creating call is raised by
+        ``ray.get``.  The object lives as long as its ObjectRefs, and as the owner's process.
+
+        Args:
+            timeout (float): of the call of the owner, in seconds; it waits for no value. 0: none;
+                not given: the default.
+
+        Returns:
+            ``ray.ObjectRef``.
+
+        Raises:
+            WorkerDiedError: the owner is gone.
+
+        Example:
+            >>> rref = rpc.remote("worker1", torch.ones, args=(2,))
+            >>> ray.get(rref.object_ref())
+            tensor([1., 1.])
+
+        Source: rayrpc's own; ``ray.ObjectRef``.
+        """
+        if self._cell is not None:
+            return ref_of(self._home.objects, self._cell)
+        self._check("object_ref() on it")
+        self._raise_creation_error()
+        return self._home.user_api.rpc_sync(
+            self._owner, _object_ref_on_owner, args=(self,), timeout=timeout
+        )
 
     def _raise_creation_error(self) -> None:
         outcome = None if self._creation is None else self._creation.value
@@ -356,6 +391,11 @@ def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
     """Return the type of a value at its owner, or a Future of it (torch's name)."""
     kind = type(rref.local_value())
     return kind if blocking else _done(kind)
+
+
+@prompt
+def _object_ref_on_owner(rref: RRef[Any]) -> Any:
+    return rref.object_ref()
 
 
 def _done(value: Any) -> Future[Any]:

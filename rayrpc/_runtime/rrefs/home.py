@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
+from rayrpc._runtime.objects import ObjectStore
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.user_api import UserApi
 from rayrpc.errors import NotInitializedError, WorkerDiedError
@@ -47,6 +48,10 @@ class Home(Protocol):
     @property
     def caller(self) -> Fetcher:
         """Makes its calls."""
+
+    @property
+    def objects(self) -> ObjectStore:
+        """The object store of its cluster."""
 
     @property
     def user_api(self) -> UserApi:

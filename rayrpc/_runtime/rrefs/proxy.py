@@ -10,6 +10,7 @@ import torch
 from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import profiled_by_name
+from rayrpc._runtime.invocation import forwards
 from rayrpc._runtime.rrefs.home import get_home
 from rayrpc._runtime.rrefs.reference import Reference
 from rayrpc.functions import async_execution
@@ -96,11 +97,13 @@ def _target(kind: type, func_name: str) -> Callable[..., Any]:
     return _local_invoke
 
 
+@forwards
 @profiled_by_name
 def _local_invoke(rref: Reference[Any], func_name: str, args: Any, kwargs: Any) -> Any:
     return getattr(rref.local_value(), func_name)(*args, **kwargs)
 
 
+@forwards
 @profiled_by_name
 @async_execution
 def _local_invoke_async_execution(

@@ -4,8 +4,8 @@
     ... else cloudpickle    by value: lambdas, closures, and what lives in a ``__main__`` that the
                             other side does not share (a notebook cell)
 
-Tensors leave the pickle as protocol-5 buffers (``tensors``).  RRefs leave it as forks, listed in
-the payload's header, so that none is lost when the rest cannot be unpickled.
+Tensors leave the pickle as protocol-5 buffers (``tensors``); RRefs, and references to objects of
+the cluster's store, as ``sessions`` says.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ import threading
 import types
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
-from rayrpc._concurrency.outcome import text_of
-from rayrpc._protocol.ids import GloballyUniqueId
+from rayrpc._concurrency.outcome import Value, text_of
 from rayrpc._protocol.messages import Fork, Payload, SharedForks
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.serialization.recording import (
     begin_message,
     reduce_parameter,
     reduce_recorded,
+)
+from rayrpc._runtime.serialization.sessions import (
+    ArgumentObject,
+    Encoding,
+    Sharer,
+    object_types,
+    reduce_argument,
+    reduce_object,
+    session,
 )
 from rayrpc._runtime.serialization.tensors import (
     SentInPartError,
@@ -40,9 +49,9 @@ from rayrpc._runtime.serialization.tensors import (
     reduce_tensor,
     swap_storages,
 )
-from rayrpc.errors import FunctionNotFoundError, RpcError, SerializationError
+from rayrpc.errors import FunctionNotFoundError, SerializationError
 
-__all__ = ["Codec", "Sharer", "add_reducer", "dump_tables", "load_tables", "reduce_rref"]
+__all__ = ["Codec", "add_object_type", "add_reducer", "dump_tables", "load_tables"]
 
 Reducer = Callable[[Any], Any]
 
@@ -53,95 +62,6 @@ NOT_ON_CALLEE = (
 
 # Bytes of a pickle beside its buffers: with its header, less than 4 GiB.
 MAX_PICKLE = (1 << 32) - (1 << 24)
-
-
-class Sharer(Protocol):
-    """Turns RRefs into forks and back; ``RRefContext`` is one."""
-
-    def share(self, rref: Any, to: int | None, into: list[Fork]) -> None:
-        """Fork ``rref`` for worker ``to``; add the fork to ``into``."""
-
-    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
-        """Return the identity of ``rref`` if ``to`` owns it and counts our fork, else None."""
-
-    def borrow(self, rref_id: GloballyUniqueId) -> Any:
-        """Return the RRef that this worker owns, and another lent to it."""
-
-    def release_later(self, fork: Fork) -> None:
-        """Undo a fork that was not sent; safe in any thread that collects garbage."""
-
-    def unshare(self, fork: Fork) -> None:
-        """Undo a fork that was not sent."""
-
-    def receive(self, fork: Fork) -> Any:
-        """Return the RRef of a received fork."""
-
-    def discard(self, fork: Fork) -> None:
-        """Receive a fork and release it."""
-
-
-class _Encoding:
-    """What the reducers of one pickle use, and what they collect."""
-
-    __slots__ = ("_lends", "_sharer", "_to", "buffers", "by_value", "devices", "forks", "lent")
-
-    def __init__(
-        self,
-        sharer: Sharer,
-        to: int | None,
-        lends: bool,
-        by_value: bool,
-        devices: DeviceMap | None,
-    ) -> None:
-        self._sharer = sharer
-        self._to = to
-        self._lends = lends
-        self.by_value = by_value
-        self.devices = devices
-        self.buffers: list[pickle.PickleBuffer] = []
-        self.forks: list[Fork] = []
-        self.lent: list[Any] = []
-
-    def share(self, rref: Any) -> Any:
-        if self._lends and (rref_id := self._sharer.lend(rref, self._to)) is not None:
-            self.lent.append(rref)
-            return _borrow_rref, tuple(rref_id)
-        position = len(self.forks)
-        self._sharer.share(rref, self._to, self.forks)
-        return _receive_rref, (position,)
-
-
-class _Session(threading.local):
-    """The pickles that this thread is making or reading."""
-
-    encoding: _Encoding | None = None
-    sharer: Sharer | None = None  # of the codec that decodes
-    receive: Callable[[int], Any] | None = None
-    reduce: Reducer | None = None  # for RRefs, in a user's pickler
-
-
-_session = _Session()
-
-
-def reduce_rref(rref: Any) -> Any:
-    """Replace an RRef by its identity, if it is lent, else by the position of its fork."""
-    if _session.reduce is not None:
-        return _session.reduce(rref)
-    if _session.encoding is None:
-        return rref.__reduce__()  # raises torch's own error
-    return _session.encoding.share(rref)
-
-
-def _receive_rref(position: int) -> Any:
-    if _session.receive is None:
-        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
-    return _session.receive(position)
-
-
-def _borrow_rref(created_on: int, local_id: int) -> Any:
-    if _session.sharer is None:
-        raise RpcError("An RRef can only be unpickled from an RPC that brought it.")
-    return _session.sharer.borrow(GloballyUniqueId(created_on, local_id))
 
 
 def _reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
@@ -160,7 +80,7 @@ def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[An
         file = io.BytesIO()
         torch.jit.save(function, file)
         return _load_script_module, (file.getvalue(),)
-    if _session.encoding is not None and _session.encoding.by_value:
+    if session.encoding is not None and session.encoding.by_value:
         # compiled code names functions of this process; the Python original is pickled with them
         return _itself, (original,)
     if "<locals>" in original.__qualname__:
@@ -202,12 +122,19 @@ _REDUCERS: dict[type, Reducer] = {
     _jit.RecursiveScriptModule: _reduce_script_module,
     _jit.ScriptFunction: _reduce_script_function,
     types.BuiltinFunctionType: _reduce_builtin,
+    ArgumentObject: reduce_argument,
 }
 
 
 def add_reducer(cls: type, reducer: Reducer) -> None:
     """Pickle instances of exactly ``cls`` with ``reducer`` in all calls from now on."""
     _REDUCERS[cls] = reducer
+
+
+def add_object_type(cls: type) -> None:
+    """Send instances of exactly ``cls`` as references to objects of the cluster's store."""
+    object_types.add(cls)
+    add_reducer(cls, reduce_object)
 
 
 # Types without inner objects and without a reducer.
@@ -223,7 +150,7 @@ class _ByValue(cloudpickle.Pickler):
 
 
 def _reduce_mapped(tensor: torch.Tensor) -> Any:
-    encoding = _session.encoding
+    encoding = session.encoding
     assert encoding is not None and encoding.devices is not None
     if tensor.requires_grad and (recorded := reduce_recorded(tensor, _reduce_mapped)) is not None:
         return recorded
@@ -294,6 +221,36 @@ class Codec:
             return self._by_value(obj, to, None, devices, lends)
         return payload
 
+    def encode_call(
+        self,
+        invocation: Invocation,
+        to: int,
+        shares_main: bool,
+        devices: DeviceMap | None,
+        at_hand: Callable[[Any], Value[Any] | None] = lambda ref: None,
+    ) -> Payload:
+        """Pickle a call; see ``encode``.
+
+        References to objects arrive as these objects' values where they are arguments themselves.
+
+        Args:
+            invocation: the call.
+            to, shares_main, devices: as for ``encode``.
+            at_hand: returns the value of an object if it is to be sent, not the reference.
+        """
+
+        def change(argument: Any) -> Any:
+            if type(argument) not in object_types:
+                return argument
+            found = at_hand(argument)
+            return ArgumentObject(argument) if found is None else found.value
+
+        payload = self.encode(tuple(invocation), to, shares_main, devices, lends=True)
+        if payload.objects is None:
+            return payload
+        changed = tuple(invocation.map(change))
+        return self.encode(changed, to, shares_main, devices, lends=True)
+
     def _by_value(
         self,
         obj: Any,
@@ -330,12 +287,12 @@ class Codec:
     def _dump_once(
         self, obj: Any, to: int | None, devices: DeviceMap | None, lends: bool, by_value: bool
     ) -> Payload:
-        encoding = _Encoding(self._sharer, to, lends, by_value, devices)
+        encoding = Encoding(self._sharer, to, lends, by_value, devices)
         pickler = _PICKLERS[by_value, devices is not None]
         file = io.BytesIO()
         begin_message()
-        outer = _session.encoding
-        _session.encoding = encoding
+        outer = session.encoding
+        session.encoding = encoding
         try:
             pickler(file, protocol=5, buffer_callback=encoding.buffers.append).dump(obj)
             if file.tell() > MAX_PICKLE:
@@ -348,8 +305,9 @@ class Codec:
                 self._sharer.unshare(fork)
             raise
         finally:
-            _session.encoding = outer
-        return Payload(file.getvalue(), encoding.buffers, forks, tuple(encoding.lent))
+            session.encoding = outer
+        lent, objects = tuple(encoding.lent), encoding.objects
+        return Payload(file.getvalue(), encoding.buffers, forks, lent, objects)
 
     def decode(
         self,
@@ -357,6 +315,7 @@ class Codec:
         buffers: Sequence[Any],
         forks: Sequence[Fork],
         taken: set[int] | None = None,
+        objects: Sequence[Any] = (),
     ) -> Any:
         """Unpickle a payload.
 
@@ -364,12 +323,19 @@ class Codec:
             data, buffers: the pickle.
             forks: of the RRefs in it.
             taken: takes the positions of the forks that were received.
+            objects: what its references to objects are to become, by position.
 
         Raises:
             FunctionNotFoundError: it names a function, class or module that is not here.
             SerializationError: it cannot be unpickled.
             RuntimeError: it raised an error that would end this thread, as SystemExit does.
         """
+        if objects:
+            outer_objects, session.objects = session.objects, objects
+            try:
+                return self.decode(data, buffers, forks, taken)
+            finally:
+                session.objects = outer_objects
         if not forks:
             return self._load(data, buffers)
         if taken is None:
@@ -380,12 +346,12 @@ class Codec:
             taken.add(position)
             return received
 
-        outer = _session.receive
-        _session.receive = receive
+        outer = session.receive
+        session.receive = receive
         try:
             return self._load(data, buffers)
         finally:
-            _session.receive = outer
+            session.receive = outer
             self.discard(forks, taken)
 
     def discard(self, forks: Sequence[Fork], taken: set[int]) -> None:
@@ -396,8 +362,8 @@ class Codec:
                 taken.add(position)
 
     def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
-        outer = _session.sharer
-        _session.sharer = self._sharer
+        outer = session.sharer
+        session.sharer = self._sharer
         try:
             return pickle.loads(data, buffers=buffers) if buffers else pickle.loads(data)
         except (AttributeError, ImportError) as exc:
@@ -410,7 +376,7 @@ class Codec:
                 raise
             raise RuntimeError(f"{type(exc).__name__}: {text_of(exc)}") from exc
         finally:
-            _session.sharer = outer
+            session.sharer = outer
 
 
 def _is_main_thread() -> bool:
@@ -443,12 +409,12 @@ def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tens
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
     pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)
-    outer = _session.reduce
-    _session.reduce = rref_reducer
+    outer = session.reduce
+    session.reduce = rref_reducer
     try:
         pickler.dump(obj)
     finally:
-        _session.reduce = outer
+        session.reduce = outer
     return file.getvalue(), tensors
 
 

@@ -1,13 +1,14 @@
 """The caller's end of a connection: send requests, match replies with the calls that wait.
 
     call ──> sent ──> reply: a Message                       the peer replied on the connection
-      │        ├────> reply: Pending (owner.expect_large)    ... and announced it only
+      │        ├────> reply: Pending (owner.expect_...)      ... and announced it only
       │        └────> reply: Error                           the connection broke, ``fail``
       └─────────────> reply: Pending (owner.reroute)         no byte of it was sent
 
 Large messages have a connection of their own beside this one, so that small ones need not wait: a
 large request goes by it, and its reply; a large reply to a small request is announced here, and
-expected there.  The two are lost together.
+expected there.  The two are lost together.  A reply with references to objects of the cluster's
+store is announced, too, and comes by the fallback.
 
 Which thread reads the replies is the matter of ``reply_reader``.
 """
@@ -24,7 +25,7 @@ from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import Frame
+from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct.connection_call import ConnectionCall, Reply, take_unsent
 from rayrpc._transports.direct.connection_owner import ConnectionOwner
 from rayrpc._transports.direct.peer_process import pid_of_peer
@@ -271,8 +272,11 @@ class CallerConnection(ReplyReader):
                 stream.handled()
             return
         reply: Reply = message
-        if message.content is None:
+        content = message.content
+        if content is None:
             reply = self._owner.expect_large(self, number)
+        elif content.kind is Kind.ELSEWHERE:
+            reply = self._owner.expect_reply(number, self.peer)
         try:
             if not is_handled:
                 stream.handled()  # from now on the reply is not lost

@@ -27,5 +27,8 @@ class ConnectionOwner(Protocol[C]):
     def expect_large(self, connection: C, call_id: int) -> Pending | Error:
         """Return where a reply will be that a connection has announced, or why it is lost."""
 
+    def expect_reply(self, call_id: int, peer: Member) -> Pending:
+        """Return where a reply will be that a connection has announced, from elsewhere."""
+
     def on_connection_lost(self, connection: C, reason: str) -> None:
         """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""

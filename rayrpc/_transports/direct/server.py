@@ -17,6 +17,7 @@ further requests are not read, and those that wait for a thread do not begin.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import select
 import socket
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Frame, size_of
+from rayrpc._protocol.messages import Frame, Kind, size_of
 from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.direct.acceptor import Acceptor
 from rayrpc._transports.direct.auth import ServerHandshake
@@ -41,6 +42,7 @@ from rayrpc._transports.direct.tls import Tls
 from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import prepare
 from rayrpc._transports.serving import ServingThreads
+from rayrpc.errors import CallError
 
 __all__ = ["DirectServer"]
 
@@ -51,6 +53,12 @@ IDLE_SECONDS = 2.0
 
 # After a request arrived during a short call, others are expected during so many calls.
 CROWDED_CALLS = 64
+
+SendReply = Callable[[Frame, Frame], None]
+
+
+def _send_nowhere(request: Frame, reply: Frame) -> None:
+    raise CallError("its result has ObjectRefs, which only Ray can send")
 
 
 class DirectServer:
@@ -87,6 +95,7 @@ class DirectServer:
         self._bulk = BulkReplies()
         self._idle = IdleConnections()
         self._on_connected: Callable[[socket.socket], None] = lambda connection: None
+        self._send_elsewhere: SendReply = _send_nowhere
         self._expelled: set[str] = set()  # tokens of members that the group declared lost
         self._listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
@@ -107,6 +116,7 @@ class DirectServer:
         secret: bytes,
         serve: Serve,
         on_connected: Callable[[socket.socket], None],
+        send_elsewhere: SendReply = _send_nowhere,
     ) -> None:
         """Accept peers that know the secret, and serve their calls.
 
@@ -114,10 +124,12 @@ class DirectServer:
             secret: of the group.
             serve: answers frames.
             on_connected: called with each connection that is accepted.
+            send_elsewhere: sends a reply that no connection can carry.
         """
         self._secret = secret
         self._serve = serve
         self._on_connected = on_connected
+        self._send_elsewhere = send_elsewhere
         self._acceptor = Acceptor(
             self._listeners,
             lambda: ServerHandshake(self._secret, self._token, self._expelled.__contains__),
@@ -199,6 +211,7 @@ class DirectServer:
             self._idle,
             self._threads,
             self._watchdog,
+            self._send_elsewhere,
             on_end,
         )
         self._connections.add(served)
@@ -230,6 +243,7 @@ class ServerConnection:
         idle (IdleConnections): keeps it while it is idle.
         threads (ThreadCache): runs the readers.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
+        send_elsewhere (Callable): sends a reply that no connection can carry.
         on_end (Callable): called with this one when it has ended.
     """
 
@@ -243,6 +257,7 @@ class ServerConnection:
         idle: IdleConnections,
         threads: ThreadCache,
         watchdog: ReaderWatchdog,
+        send_elsewhere: SendReply = _send_nowhere,
         on_end: Callable[[ServerConnection], object] = lambda _: None,
     ) -> None:
         self.socket = connection
@@ -253,6 +268,7 @@ class ServerConnection:
         self._idle = idle
         self._threads = threads
         self._watchdog = watchdog
+        self._elsewhere = send_elsewhere
         self._on_end = on_end
         self._stream = stream
         self._serving = ServingThreads()
@@ -412,6 +428,10 @@ class ServerConnection:
         return self._stream.wait(0)
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
+        if reply.objects is not None:
+            self._serving.add(~frame.call_id)  # no thread's ident
+            self._threads.submit(functools.partial(self._send_elsewhere, frame, reply))
+            return
         try:
             if self._bulk is not None and reply.buffers and size_of(reply) > BULK_BYTES:
                 self._stream.send(frame.call_id, None)  # announces it
@@ -421,3 +441,17 @@ class ServerConnection:
         except Exception:
             logger.exception("a reply could not be sent; its connection is closed")
             self.close()  # it fails the calls under way at the caller
+
+    def _send_elsewhere(self, frame: Frame, reply: Frame) -> None:
+        """Send a reply by another transport, and announce it here."""
+
+        def send(frame: Frame, may_block: bool = True) -> Frame | Deferred:
+            self._elsewhere(frame, reply)
+            return Frame(Kind.ELSEWHERE, reply.session, reply.src, reply.call_id)
+
+        try:
+            announced = served(send, frame)
+            assert isinstance(announced, Frame)
+            self._send(frame, announced, False)
+        finally:
+            self._serving.discard(~frame.call_id)

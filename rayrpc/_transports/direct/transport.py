@@ -5,7 +5,8 @@
 
 Calls to a peer on this node go by its UNIX socket, with large buffers in shared memory.  To a peer
 on another node there are two connections, the second for large messages.  All calls to a peer that
-cannot be connected to go by the fallback, which is any other ``Transport``.
+cannot be connected to go by the fallback, which is any other ``Transport``; and so does whatever
+has references to objects of the cluster's store, which only Ray can send.
 """
 
 from __future__ import annotations
@@ -157,14 +158,14 @@ class DirectTransport(Transport):
         self._threads.start()
         self._watchdog.start()
         self._fallback.start(serve, self._find_for_fallback, secret)
-        self._server.start(secret, serve, self._silence.add)
+        self._server.start(secret, serve, self._silence.add, self._fallback.send_reply)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         route = self._routes.get(peer.token)
         if route is None:
             route = self._open_route(peer)
         connection = route.connection
-        if connection is not None:
+        if connection is not None and frame.objects is None:
             if frame.buffers and not route.is_near and size_of(frame) > BULK_BYTES:
                 connection = self._bulk_of(connection) or connection
             call = connection.call(frame)
@@ -288,7 +289,7 @@ class DirectTransport(Transport):
         return None if member is None else _for_fallback(member)
 
     def _call_by_fallback(self, peer: Member, frame: Frame, reason: str) -> Pending:
-        if not self._only:
+        if not self._only or frame.objects is not None:
             return self._fallback.call(peer, frame)
         frame.pending = pending = PendingReply()
         self._threads.submit(lambda: self._refuse(peer, pending, reason))

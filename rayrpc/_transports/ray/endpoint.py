@@ -11,8 +11,9 @@ A hosted worker's endpoint is its own actor (``HostedEndpoint`` here); an attach
 A deferred reply is sent by the callee with the caller's ``deliver``: so a call that waits for
 something holds no thread, and any number of calls can be open.
 
-On the wire a frame is bytes, or a list of bytes and buffers.  To and from a process that uses Ray
-Client, whose pickles have no buffers, it is a tuple of bytes.
+On the wire a frame is bytes, or a list of bytes and buffers, and last, in a tuple, references to
+objects of the store.  To and from a process that uses Ray Client, whose pickles have no buffers, it
+is a tuple of bytes, and of these.
 
 The states of a hosted endpoint; calls wait in the first two and are refused in the last one:
 
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 from ray.exceptions import RayError
 
 from rayrpc._concurrency.waiting import Event
-from rayrpc._protocol.messages import Frame, flat
+from rayrpc._protocol.messages import Frame, Objects, flat
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.serving import ServingThreads
 from rayrpc.errors import CallError
@@ -51,7 +52,7 @@ __all__ = [
     "to_wire",
 ]
 
-#: bytes, a list of bytes and buffers, or a tuple of bytes
+#: bytes, a list of bytes and buffers and perhaps a tuple, or a tuple of these
 Wire = Any
 
 #: in place of a reply that comes later
@@ -91,29 +92,36 @@ def to_wire(frame: Frame, plain: bool = False) -> Wire:
         plain: the sender or the receiver uses Ray Client.
     """
     head = frame.pack()
+    objects = () if frame.objects is None else (tuple(frame.objects),)
     if plain:
-        return _plain([head, *map(flat, frame.buffers)])
-    if not frame.buffers:
+        return _plain([head, *map(flat, frame.buffers), *objects])
+    if not (frame.buffers or objects):
         return head
-    return [head, *(pickle.PickleBuffer(flat(buffer)) for buffer in frame.buffers)]
+    return [head, *(pickle.PickleBuffer(flat(buffer)) for buffer in frame.buffers), *objects]
 
 
 def from_wire(wire: Wire) -> Frame:
     """Return the frame that ``to_wire`` encoded."""
     if isinstance(wire, bytes):
         return Frame.unpack(wire)
+    if type(wire[-1]) is tuple:
+        return Frame.unpack(wire[0], wire[1:-1], Objects(*wire[-1]))
     return Frame.unpack(wire[0], wire[1:])
 
 
 def passed_on(wire: Wire, plain: bool = False) -> Wire:
     """Return a received wire form in one that Ray can send again."""
     if isinstance(wire, list):
-        return _plain(wire) if plain else [wire[0], *map(pickle.PickleBuffer, wire[1:])]
+        return _plain(wire) if plain else [wire[0], *map(_passed_on, wire[1:])]
     return wire
 
 
-def _plain(parts: list[Any]) -> tuple[bytes, ...]:
-    return tuple(bytes(part) for part in parts)
+def _passed_on(part: Any) -> Any:
+    return part if type(part) is tuple else pickle.PickleBuffer(part)
+
+
+def _plain(parts: list[Any]) -> tuple[Any, ...]:
+    return tuple(part if type(part) is tuple else bytes(part) for part in parts)
 
 
 class LivenessWatch:

@@ -60,10 +60,12 @@ class _EncodedObject:
     Args:
         data (bytes): the pickle.
         buffers (list | None): the memory of its tensors; None: they are references in ``data``.
+        refs (tuple): the ObjectRefs in it.
     """
 
     data: bytes
     buffers: list[Any] | None
+    refs: tuple[Any, ...] = ()
 
 
 def encode_object(obj: Any, copy_tensors: bool, copy_buffers: bool = False) -> Any:
@@ -83,7 +85,7 @@ def encode_object(obj: Any, copy_tensors: bool, copy_buffers: bool = False) -> A
         return _EncodedObject(dumps(obj, copy_tensor=False), None)
     payload = _codec.encode(obj, None, shares_main=False)
     buffers = [bytearray(each) for each in payload.buffers] if copy_buffers else payload.buffers
-    return _EncodedObject(payload.data, buffers)
+    return _EncodedObject(payload.data, buffers, payload.objects.refs if payload.objects else ())
 
 
 def decode_object(sent: Any) -> Any:
@@ -92,7 +94,7 @@ def decode_object(sent: Any) -> Any:
         return sent
     if sent.buffers is None:
         return loads(sent.data)
-    return _codec.decode(sent.data, sent.buffers, ())
+    return _codec.decode(sent.data, sent.buffers, (), objects=sent.refs)
 
 
 # -- functions ------------------------------------------------------------------------------------

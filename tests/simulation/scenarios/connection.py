@@ -324,6 +324,9 @@ class _Run:
     def expect_large(self, connection: CallerConnection, call_id: int) -> Any:
         raise AssertionError("no large reply was announced")
 
+    def expect_reply(self, call_id: int, peer: Member) -> Any:
+        raise AssertionError("no reply was announced to come by another transport")
+
     # -- the callee ---------------------------------------------------------------------------
 
     def serve(self, frame: Frame, may_block: bool = True) -> Frame | Deferred:

@@ -1,0 +1,90 @@
+"""Values and errors as objects of the cluster's store, for readers that may be in no group."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from rayrpc._concurrency.outcome import Error, Outcome, text_of
+from rayrpc._protocol.ids import GloballyUniqueId
+from rayrpc._protocol.messages import Fork, Payload
+from rayrpc._runtime.serialization.codec import Codec
+from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
+from rayrpc.errors import RpcError, SerializationError
+
+__all__ = ["decode_stored", "encode_stored"]
+
+
+class _NoRRefs:
+    """A ``Sharer`` for payloads without RRefs: nobody would count their forks."""
+
+    def share(self, rref: Any, to: int | None, into: list[Fork]) -> None:
+        raise SerializationError(
+            "cannot be an object of Ray's store: it has an RRef, which only calls can send"
+        )
+
+    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
+        return None
+
+    def borrow(self, rref_id: GloballyUniqueId) -> Any:
+        raise RpcError("an object of Ray's store has no RRef")
+
+    def release_later(self, fork: Fork) -> None:
+        pass
+
+    def unshare(self, fork: Fork) -> None:
+        pass
+
+    def receive(self, fork: Fork) -> Any:
+        raise RpcError("an object of Ray's store has no RRef")
+
+    def discard(self, fork: Fork) -> None:
+        pass
+
+
+_codec = Codec(_NoRRefs())
+
+
+def encode_stored(outcome: Outcome[Any]) -> Payload:
+    """Pickle a value, or an error, for readers that do not share this process's main module.
+
+    A value that cannot be pickled becomes the error that says so.
+    """
+    if not isinstance(outcome, Error):
+        try:
+            payload = _codec.encode((None, outcome.value), None, shares_main=False)
+        except Exception as exc:
+            outcome = Error(exc)
+        else:
+            return payload
+    outcome.is_known = True
+    return _codec.encode((_described(outcome), None), None, shares_main=False)
+
+
+def _described(outcome: Error) -> RemoteException:
+    if outcome.remote is not None:
+        return RemoteException(*outcome.remote)
+    error = outcome.error
+    kind = getattr(type(error), "_remote_type", type(error))
+    try:
+        type_data = _codec.encode(kind, None, shares_main=False).data
+    except Exception:
+        type_data = b""
+    state = dict(vars(error)) if isinstance(error, RpcError) else {}
+    try:
+        pickle.dumps(state)
+    except Exception:
+        state = {}
+    args = error.args
+    text = args[0] if len(args) == 1 and type(args[0]) is str else text_of(error)
+    # ``rebuild`` takes it for a part of a repr
+    return RemoteException(text.replace("\\", r"\\"), type_data, kind.__qualname__, state)
+
+
+def decode_stored(data: bytes, buffers: Sequence[Any], refs: Sequence[Any]) -> Any:
+    """Return the value that ``encode_stored`` was given, or raise the error."""
+    error, value = _codec.decode(data, buffers, (), objects=refs)
+    if error is not None:
+        raise rebuild(error, keeps_type=True)
+    return value
