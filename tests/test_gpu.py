@@ -69,6 +69,36 @@ def test_tensors_go_from_device_to_device(start, script):
     assert "all is well" in run.output
 
 
+OBJECTS = """
+import ray, torch
+import rayrpc as rpc
+
+def told(x):
+    assert x.device == torch.device("cuda:0"), x.device
+    return x.sum().item()
+
+rpc.init_rpc("alone", rank=0, world_size=1)
+x = torch.arange(1000.0, device="cuda:0")
+future = torch.futures.Future(devices=["cuda:0"])
+ref = rpc.object_ref(future)
+future.set_result({"x": x, "y": torch.ones(3)})
+got = ray.get(ref)
+assert torch.equal(got["x"], x) and got["x"].device == x.device and got["y"].device.type == "cpu"
+assert rpc.rpc_sync("alone", told, args=(rpc.RRef(x).object_ref(),)) == x.sum().item()
+assert torch.equal(rpc.rref(rpc.RRef(x).object_ref()).to_here(), x)
+rpc.shutdown()
+print("all is well")
+"""
+
+
+def test_tensors_in_objects_arrive_on_the_same_device(start, script):
+    run = start(
+        "-m", "rayrpc", "run", script(OBJECTS), MASTER_ADDR="localhost", MASTER_PORT="29793"
+    )
+    assert run.end() == 0, run.output
+    assert "all is well" in run.output
+
+
 def test_random_programs_of_both_devices_do_what_they_do_in_one_process(start):
     tests = ROOT / "tests"
     path = python_path(ROOT, tests, tests / "autograd")

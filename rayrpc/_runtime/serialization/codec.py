@@ -43,6 +43,7 @@ from rayrpc._runtime.serialization.sessions import (
     session,
 )
 from rayrpc._runtime.serialization.tensors import (
+    NoDeviceError,
     SentInPartError,
     Storages,
     reduce_array,
@@ -240,16 +241,18 @@ class Codec:
         """
 
         def change(argument: Any) -> Any:
-            if type(argument) not in object_types:
-                return argument
-            found = at_hand(argument)
-            return ArgumentObject(argument) if found is None else found.value
+            found = at_hand(argument) if type(argument) in object_types else None
+            return _by_reference(argument) if found is None else found.value
 
         payload = self.encode(tuple(invocation), to, shares_main, devices, lends=True)
         if payload.objects is None:
             return payload
         changed = tuple(invocation.map(change))
-        return self.encode(changed, to, shares_main, devices, lends=True)
+        try:
+            return self.encode(changed, to, shares_main, devices, lends=True)
+        except NoDeviceError:  # of a value at hand; an object needs no device map
+            changed = tuple(invocation.map(_by_reference))
+            return self.encode(changed, to, shares_main, devices, lends=True)
 
     def _by_value(
         self,
@@ -377,6 +380,10 @@ class Codec:
             raise RuntimeError(f"{type(exc).__name__}: {text_of(exc)}") from exc
         finally:
             session.sharer = outer
+
+
+def _by_reference(argument: Any) -> Any:
+    return ArgumentObject(argument) if type(argument) in object_types else argument
 
 
 def _is_main_thread() -> bool:

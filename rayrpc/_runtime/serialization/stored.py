@@ -6,11 +6,14 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from rayrpc._concurrency.outcome import Error, Outcome, text_of
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import Fork, Payload
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
+from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc.errors import RpcError, SerializationError
 
 __all__ = ["decode_stored", "encode_stored"]
@@ -46,6 +49,13 @@ class _NoRRefs:
 _codec = Codec(_NoRRefs())
 
 
+class _SameDevices(dict[torch.device, torch.device]):
+    """The device map of objects: a tensor arrives on the reader's device of the same name."""
+
+    def get(self, device: torch.device, otherwise: Any = None) -> Any:
+        return device
+
+
 def encode_stored(outcome: Outcome[Any]) -> Payload:
     """Pickle a value, or an error, for readers that do not share this process's main module.
 
@@ -53,13 +63,18 @@ def encode_stored(outcome: Outcome[Any]) -> Payload:
     """
     if not isinstance(outcome, Error):
         try:
-            payload = _codec.encode((None, outcome.value), None, shares_main=False)
+            return _encode_value(outcome.value)
         except Exception as exc:
             outcome = Error(exc)
-        else:
-            return payload
     outcome.is_known = True
     return _codec.encode((_described(outcome), None), None, shares_main=False)
+
+
+def _encode_value(value: Any) -> Payload:
+    try:
+        return _codec.encode((None, value), None, shares_main=False)
+    except NoDeviceError:
+        return _codec.encode((None, value), None, shares_main=False, devices=_SameDevices())
 
 
 def _described(outcome: Error) -> RemoteException:

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from rayrpc._concurrency.outcome import Error, Value
+from rayrpc._runtime.serialization import stored
 from rayrpc._runtime.serialization.remote_errors import RemoteException
 from rayrpc._runtime.serialization.stored import decode_stored, encode_stored
+from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc.errors import SerializationError, WorkerDiedError
 
 
@@ -63,6 +65,27 @@ def test_what_cannot_be_sent_is_an_error():
 
     with pytest.raises(RuntimeError, match="one"):  # its type takes more than a text
         read(Error(Local("one", 2)))
+
+
+class OnDevice:
+    """Stands for a tensor on an accelerator."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __reduce__(self):
+        if self.fails:
+            self.fails -= 1
+            raise NoDeviceError(torch.device("cuda:1"))
+        return OnDevice, (0,)
+
+
+def test_a_value_on_an_accelerator_is_encoded_with_its_device():
+    assert read(Value(OnDevice(1))).fails == 0
+    with pytest.raises(NoDeviceError, match="cuda:1"):
+        read(Value(OnDevice(2)))
+    devices = stored._SameDevices()
+    assert devices.get(torch.device("cuda:1")) == torch.device("cuda:1")
 
 
 def test_an_error_that_cannot_be_shown_is_an_error_all_the_same():
