@@ -74,9 +74,11 @@ class Strike:
         self.missed = not interrupted(function, *self._where)
 
 
-def strikes(files: Collection[str | None], finalizers: bool = True) -> Iterator[Strike]:
-    """Yield a strike for each point, and one that misses."""
-    for number in itertools.count(1):
+def strikes(
+    files: Collection[str | None], finalizers: bool = True, step: int = 1
+) -> Iterator[Strike]:
+    """Yield a strike for each point, or each ``step``-th one, and one that misses."""
+    for number in itertools.count(1, step):
         strike = Strike(number, files, finalizers)
         yield strike
         if strike.missed:

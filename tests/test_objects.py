@@ -260,7 +260,7 @@ class TestArguments:
         with pytest.raises(LookupError):
             rpc.rpc_sync("alice", raise_with, args=([ray.put(1)],))
 
-    @pytest.mark.parametrize("transport", ["ray", "direct"])
+    @pytest.mark.parametrize("transport", ["ray", pytest.param("direct", marks=pytest.mark.slow)])
     def test_by_other_transports(self, ray_cluster, transport, start, script):
         environ = {"RAY_ADDRESS": ray_cluster, "RAYRPC_TRANSPORT": transport}
         run = start("-m", "rayrpc", "run", script(OVER), "29795", **environ)
