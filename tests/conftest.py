@@ -293,6 +293,16 @@ def _ray_cluster(request: pytest.FixtureRequest) -> Iterator[str]:
 ray_cluster = pytest.fixture(scope="session", name="ray_cluster")(_ray_cluster)
 
 
+@pytest.fixture(scope="session")
+def hosts_cluster() -> Iterator[Any]:
+    """Three hosts and a cluster over them, for tests of ``tests/hosts`` that leave both whole."""
+    from host_cluster import cluster_of_hosts  # there once a test of that folder is collected
+
+    with cluster_of_hosts(peer_timeout=5.0) as made:
+        _module_before[:] = [leaks.snapshot()]
+        yield made
+
+
 @pytest.fixture(scope="module")
 def workers(ray_cluster: str) -> Iterator[list[str]]:
     """Two hosted workers; this process is "driver" in their group."""

@@ -81,7 +81,11 @@ class Claims:
         return True
 
     def _take(self, path: Path) -> bool:
-        """Claim a file of tests; return whether it is this claimant's."""
+        """Claim a file of tests; return whether it is this claimant's.
+
+        Tests on hosts, which share these, are claimed together.
+        """
+        path = path.parent if path.parent.name == "hosts" else path
         claim = self._folder / str(path).replace(os.sep, "+")
         try:
             claim.symlink_to(self._claimant)  # made and written at once

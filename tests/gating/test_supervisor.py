@@ -172,6 +172,19 @@ def test_tests_may_be_shared_by_files(run, tmp_path):
     assert run(FAILS_ONCE, share=Share(claims, "third")).outcomes == {}
 
 
+def test_tests_on_hosts_are_claimed_together(run, tmp_path):
+    claims = tmp_path / "claims"
+    claims.mkdir()
+    hosts = tmp_path / "hosts"
+    hosts.mkdir()
+    for name in "ab":
+        (hosts / f"test_{name}.py").write_text("def test_one(): pass\n")
+    (claims / str(hosts).replace("/", "+")).symlink_to("another")
+    assert list(run(PASSES, share=Share(claims, "me")).outcomes) == ["test_some.py::test_passes"]
+    report = run(PASSES, share=Share(claims, "another"))
+    assert list(report.outcomes) == ["hosts/test_a.py::test_one", "hosts/test_b.py::test_one"]
+
+
 def test_some_tests_can_be_chosen_by_their_ids(run):
     report = run(PASSES, FAILS_ONCE, only=["test_some.py::test_later"])
     assert outcomes(report) == {"test_later": "passed"} and report.error == ""

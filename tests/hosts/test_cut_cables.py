@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-from host_cluster import cluster_of_hosts
 from host_maker import why_impossible
 from host_ranks import started_ranks
 
@@ -14,19 +13,13 @@ pytestmark = [
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
 ]
 
-PEER_TIMEOUT = 5.0
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of_hosts(PEER_TIMEOUT) as made:
-        yield made
+PEER_TIMEOUT = 5.0  # of ``hosts_cluster``
 
 
 @pytest.fixture
-def ranks(cluster):
+def ranks(hosts_cluster):
     """Start a program on each of the first hosts; its cables are whole afterwards."""
-    hosts, environ = cluster
+    hosts, environ = hosts_cluster
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [hosts.heal(number) for number in (1, 2, 3)])
 
@@ -37,7 +30,6 @@ def ranks(cluster):
         yield start
 
 
-@pytest.mark.slow
 def test_a_short_cut_loses_nothing(ranks):
     hosts, (a, b) = ranks(2)
     a.tell("nap w1 1")

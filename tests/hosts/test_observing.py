@@ -4,13 +4,12 @@ import json
 import sys
 
 import pytest
-from host_cluster import cluster_of_hosts, on_two_hosts
+from host_cluster import on_two_hosts
 from host_maker import why_impossible
 from host_ranks import started_ranks
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
 ]
 
@@ -32,10 +31,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of_hosts(peer_timeout=10.0, count=2) as (hosts, environ):
-        yield hosts, environ
+@pytest.fixture
+def cluster(hosts_cluster):
+    return hosts_cluster
 
 
 def rayrpc(cluster, number, *words, timeout=60):
@@ -44,7 +42,7 @@ def rayrpc(cluster, number, *words, timeout=60):
     return hosts.run(number, *command, timeout=timeout, environ=environ)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_any_host_shows_the_workers_and_calls_of_all(cluster, number):
     hosts, environ = cluster
     with started_ranks(hosts, environ, [1, 2]) as (first, second):
@@ -66,6 +64,7 @@ def test_any_host_shows_the_workers_and_calls_of_all(cluster, number):
             each.close()
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_are_traced_and_their_lines_have_their_hosts(cluster):
     hosts, environ = cluster
     write = "import sys; open('/tmp/ray/calls.py', 'w').write(sys.argv[1])"

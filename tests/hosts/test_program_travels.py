@@ -4,12 +4,11 @@ import json
 import sys
 
 import pytest
-from host_cluster import cluster_of_hosts, on_two_hosts
+from host_cluster import on_two_hosts
 from host_maker import why_impossible
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
 ]
 
@@ -53,10 +52,10 @@ rpc.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with cluster_of_hosts(peer_timeout=10.0) as (hosts, environ):
-        yield hosts, {**environ, "MASTER_PORT": "29500"}
+@pytest.fixture
+def cluster(hosts_cluster):
+    hosts, environ = hosts_cluster
+    return hosts, {**environ, "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -85,6 +84,7 @@ def test_modules_and_files_beside_the_script_are_there(run, cluster):
     assert output.splitlines() == ["w0 host1 1-2-3 True True", "w1 host2 1-2-3 True False"]
 
 
+@pytest.mark.slow
 def test_another_folder_may_be_sent(run, cluster):
     files = {f"app/{path}": text for path, text in FILES.items() if path != "data/numbers.txt"}
     files["data/numbers.txt"] = "4-5"
@@ -92,11 +92,13 @@ def test_another_folder_may_be_sent(run, cluster):
     assert output.splitlines() == ["w0 host1 4-5 False True", "w1 host2 4-5 False False"]
 
 
+@pytest.mark.slow
 def test_workers_that_serve_have_the_modules_too(run):
     output = run("serve.py", files={**FILES, "serve.py": SERVERS})
     assert output.split() == ["host2", "False"]
 
 
+@pytest.mark.slow
 def test_a_large_folder_is_refused_unless_what_is_large_is_excluded(run, cluster):
     hosts, _ = cluster
     hosts.run(1, "mkdir", "-p", f"{FOLDER}/runs")

@@ -16,7 +16,6 @@ from rayrpc._transports.ray.directory_client import LEAVE_SECONDS
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
 ]
 
@@ -155,6 +154,7 @@ def ended_after(cluster, number, seconds, at, killed, timeout):
         return finished(process, timeout)
 
 
+@pytest.mark.slow
 def test_attached_workers_of_a_node_that_ended_are_lost(cluster):
     hosts, environ = cluster
     with started_ranks(hosts, environ, (1, 2, 3)) as (a, b, c):
@@ -190,6 +190,7 @@ def test_hosted_workers_of_a_node_that_ended_end(cluster):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_hosted_worker_that_was_cut_off_ends_when_its_cable_is_mended(cluster):
     hosts, environ = cluster
     with program(hosts, 1, environ, COMPUTES) as process:
@@ -204,17 +205,20 @@ def test_a_hosted_worker_that_was_cut_off_ends_when_its_cable_is_mended(cluster)
     assert "'w0' is no member of its group any more" in output
 
 
+@pytest.mark.slow
 def test_the_directory_moves_when_the_node_of_the_head_ends(cluster):
     status, output = ended_after(cluster, 2, "25", 1, ["raylet"], HEAD_SECONDS)
     assert status == 0 and output.count("shut down") == 2, output
 
 
+@pytest.mark.slow
 def test_a_program_whose_node_ended_says_so(cluster):
     status, output = ended_after(cluster, 1, "100", 1, ["raylet"], NODE_SECONDS)
     assert status == 1
     assert "the Ray node of the process that started it has ended" in output
 
 
+@pytest.mark.slow
 def test_without_the_control_service_calls_and_shutdown_go_on(cluster):
     hosts, environ = cluster
     with started_ranks(hosts, environ, (1, 2, 3)) as ranks:
@@ -231,11 +235,13 @@ def test_without_the_control_service_calls_and_shutdown_go_on(cluster):
             assert rank.end() == 0
 
 
+@pytest.mark.slow
 def test_without_the_control_service_a_run_ends_with_its_own_status(cluster):
     status, output = ended_after(cluster, 1, "10", 1, ["gcs_server"], NODE_SECONDS)
     assert status == 0 and "all work is done" in output, output
 
 
+@pytest.mark.slow
 def test_without_the_control_service_no_worker_starts(cluster):
     hosts, environ = cluster
     with program(hosts, 2, environ, STARTS) as process:
@@ -246,6 +252,7 @@ def test_without_the_control_service_no_worker_starts(cluster):
         assert status == 0
 
 
+@pytest.mark.slow
 def test_what_needs_the_directory_fails_when_the_head_is_lost(cluster):
     hosts, environ = cluster
     with started_ranks(hosts, environ, (2, 3)) as ranks:
@@ -261,6 +268,7 @@ def test_what_needs_the_directory_fails_when_the_head_is_lost(cluster):
             assert line.startswith("error GroupError") and "directory" in line
 
 
+@pytest.mark.slow
 def test_when_the_head_is_lost_ray_ends_all_with_a_message(cluster):
     status, output = ended_after(cluster, 2, "200", 1, ["gcs_server", "raylet"], HEAD_SECONDS)
     assert status not in (0, None) and "GCS" in output, output
