@@ -23,7 +23,10 @@ KEY = profiling_key("sync", "add", "a", "b")
 
 
 def of_all_threads():
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    try:
+        config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        pytest.skip("this torch has no profile of all threads")
     return profile(activities=CPU, experimental_config=config)
 
 
@@ -143,6 +146,7 @@ def test_a_call_that_is_open_when_its_profile_stops_ends_with_it(workers, make):
 def test_calls_of_threads_go_on_while_profiles_start_and_stop(workers, quick_switches):
     a, b = workers
     is_over = threading.Event()
+    profiles = [of_all_threads() for _ in range(10)]
 
     def call():
         count = 0
@@ -155,8 +159,8 @@ def test_calls_of_threads_go_on_while_profiles_start_and_stop(workers, quick_swi
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(call) for _ in range(2)]
         found = 0
-        for _ in range(10):
-            with of_all_threads() as recorded:
+        for each in profiles:
+            with each as recorded:
                 for _ in range(5):
                     a.sync(b, add, torch.ones(2))
             found += names(recorded).count(KEY)
