@@ -32,9 +32,9 @@ from rayrpc.errors import ArgumentTypeError, CallError, RpcError
 
 __all__ = ["Codec", "RayObjects", "object_type"]
 
-# Readers of objects that are not there yet; each is an idle coroutine of the actor.
+# Readers of objects that are not there yet; each is an idle coroutine of the actor. A concurrency
+# group of this size would be as many threads in old Rays.
 MOST_WAITING = 100_000
-PENDING_GROUPS = {"wait": MOST_WAITING, "complete": 1}
 
 # Values of at most so many bytes are sent, not their references, if they are at hand: a connection
 # is faster than the store, but the value is in memory twice meanwhile.
@@ -98,34 +98,25 @@ class PendingObjects:
     def __init__(self, worker: str) -> None:
         end_with_raylet()
         self._worker = worker
-        self._lock = threading.Lock()
-        self._objects: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self._early: dict[int, list[Any]] = {}
+        self._objects: dict[int, asyncio.Future[list[Any]]] = {}
 
     def __repr__(self) -> str:
         return f"rayrpc.PendingObjects({self._worker})"
 
-    @ray.method(concurrency_group="wait")
     async def wait(self, number: int) -> _Stored:
         """Return an object once it is there."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        with self._lock:
-            parts = self._early.pop(number, None)
-            if parts is None:
-                self._objects[number] = loop, future
-        return _Stored(parts or await future)
+        parts = await self._object(number)
+        del self._objects[number]
+        return _Stored(parts)
 
-    @ray.method(concurrency_group="complete")
     async def complete(self, number: int, parts: list[Any]) -> None:
-        """Take an object."""
-        with self._lock:
-            loop, future = self._objects.pop(number, (None, None))
-            if loop is None:
-                self._early[number] = parts
-                return
-        assert future is not None
-        loop.call_soon_threadsafe(future.set_result, parts)
+        """Take an object; its reader may come later."""
+        self._object(number).set_result(parts)
+
+    def _object(self, number: int) -> asyncio.Future[list[Any]]:
+        if number not in self._objects:
+            self._objects[number] = asyncio.get_running_loop().create_future()
+        return self._objects[number]
 
 
 class RayObjects:
@@ -250,7 +241,7 @@ class RayObjects:
     def _start_actor(self) -> Any:
         remote: Any = ray.remote
         shown = type(f"{self._worker} (pending objects)", (PendingObjects,), {})
-        actor = remote(num_cpus=0, concurrency_groups=PENDING_GROUPS)(shown)
+        actor = remote(num_cpus=0, max_concurrency=MOST_WAITING)(shown)
         here = ray.get_runtime_context().get_node_id()
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
         options = {"scheduling_strategy": affinity, "max_restarts": -1}

@@ -1,7 +1,6 @@
 """Objects that are not there yet, and which values are sent in place of their references."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from rayrpc._transports.ray.objects import PendingObjects
 def pending():
     """Return the code of the actor, outside of Ray."""
     made = object.__new__(PendingObjects)
-    made._worker = "alice"
-    made._lock = threading.Lock()
-    made._objects, made._early = {}, {}
+    made._worker, made._objects = "alice", {}
     return made
 
 
@@ -34,7 +31,7 @@ def test_an_object_may_come_before_its_reader_or_after(waits_first):
             await made.complete(1, parts)
             stored = await asyncio.wait_for(made.wait(1), 60)
         assert stored.parts is parts
-        assert not (made._objects or made._early)
+        assert not made._objects
 
     asyncio.run(run())
 
