@@ -180,8 +180,8 @@ def make_agent(
         raise
     extend_futures()
     contexts = GradContexts()
-    object_type, objects = open_objects(name, encode_stored, decode_stored)
-    add_object_type(object_type)
+    objects = open_objects(name, encode_stored, decode_stored)
+    add_object_type(objects.type)
     agent = Agent(
         snapshot,
         transport,

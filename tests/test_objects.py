@@ -478,7 +478,11 @@ ref = rpc.object_ref(torch.futures.Future())
 there = rpc.object_ref(rpc.rpc_async("alone", torch.ones, args=(2,)))
 assert ray.get(there, timeout=60).tolist() == [1, 1]
 future = rpc.as_future(ref)
+last = torch.futures.Future()
+done = rpc.object_ref(last)
+last.set_result(torch.arange(3))
 rpc.shutdown()
+assert ray.get(done, timeout=60).tolist() == [0, 1, 2]
 try:
     future.wait()
 except RuntimeError as error:

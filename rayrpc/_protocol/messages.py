@@ -42,11 +42,16 @@ __all__ = [
     "FrameError",
     "Kind",
     "Objects",
+    "PLAIN_TYPES",
     "Payload",
     "UserDelete",
     "flat",
     "size_of",
 ]
+
+
+#: types without inner objects, which any pickler takes as they are
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Kind(IntEnum):

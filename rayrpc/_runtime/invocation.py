@@ -60,9 +60,14 @@ class Invocation(NamedTuple):
         func, args, kwargs = self
         if hasattr(func, "_rayrpc_forwards"):
             *own, args, kwargs = args
-            _, args, kwargs = Invocation(_nothing, args, kwargs).map(change)
-            return Invocation(func, (*own, args, kwargs))
-        return Invocation(func, tuple(map(change, args)), {k: change(v) for k, v in kwargs.items()})
+            return Invocation(func, (*own, *_changed(args, kwargs, change)))
+        return Invocation(func, *_changed(args, kwargs, change))
+
+
+def _changed(
+    args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(change, args)), {name: change(each) for name, each in kwargs.items()}
 
 
 def prompt(func: F) -> F:
@@ -90,12 +95,8 @@ def forwards(func: F) -> F:
     return func
 
 
-def _nothing() -> None:
-    pass
-
-
 #: what a fetch runs
-NOTHING = Invocation(_nothing)
+NOTHING = Invocation(lambda: None)
 
 
 def user_function(func: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -110,10 +111,4 @@ def receive(
             done(outcome if isinstance(outcome, Error) else Value(received))
 
     for position in objects.arguments:
-        _when_ready(store, objects.refs[position], position, take)
-
-
-def _when_ready(
-    store: ObjectStore, ref: Any, position: int, take: Callable[[int, Outcome[Any]], None]
-) -> None:
-    store.when_ready(ref, lambda outcome: take(position, outcome))
+        store.when_ready(objects.refs[position], functools.partial(take, position))

@@ -104,18 +104,17 @@ def open_transport(
     return direct, directory
 
 
-def open_objects(worker: str, encode: Encode, decode: Decode) -> tuple[type, Any]:
-    """Return the class of references to objects of Ray's store, and the store.
+def open_objects(worker: str, encode: Encode, decode: Decode) -> Any:
+    """Return Ray's object store; its ``type`` is that of references to objects.
 
     Args:
         worker (str): name of the worker that will use it.
         encode (Callable): pickles a value or an error for an object.
         decode (Callable): a function of a module, which readers of objects import.
     """
-    from rayrpc._transports.ray.objects import Codec, RayObjects, object_type
+    from rayrpc._transports.ray.objects import Codec, RayObjects
 
-    codec = Codec(encode, decode.__module__, decode.__qualname__)
-    return object_type(), RayObjects(worker, codec)
+    return RayObjects(worker, Codec(encode, decode.__module__, decode.__qualname__))
 
 
 def open_metrics(warns: bool = False) -> Sink | None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from rayrpc._concurrency.outcome import Value, text_of
-from rayrpc._protocol.messages import Fork, Payload, SharedForks
+from rayrpc._protocol.messages import PLAIN_TYPES, Fork, Payload, SharedForks
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.serialization.recording import (
@@ -138,10 +138,6 @@ def add_object_type(cls: type) -> None:
     add_reducer(cls, reduce_object)
 
 
-# Types without inner objects and without a reducer.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-
-
 class _ByReference(pickle.Pickler):
     dispatch_table: Any = _REDUCERS
 
@@ -207,7 +203,7 @@ class Codec:
             SerializationError: it cannot be pickled, by reference or by value, or is too large.
             NoDeviceError: a tensor in it is on a device that has no place there.
         """
-        if type(obj) in _PLAIN:
+        if type(obj) in PLAIN_TYPES:
             data = pickle.dumps(obj, 5)
             if len(data) > MAX_PICKLE:
                 raise _too_large(len(data))
@@ -228,7 +224,7 @@ class Codec:
         to: int,
         shares_main: bool,
         devices: DeviceMap | None,
-        at_hand: Callable[[Any], Value[Any] | None] = lambda ref: None,
+        at_hand: Callable[[Any], Value[Any] | None],
     ) -> Payload:
         """Pickle a call; see ``encode``.
 

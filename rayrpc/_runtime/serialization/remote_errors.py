@@ -27,7 +27,7 @@ from rayrpc._concurrency.outcome import text_of
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc.errors import RpcError
 
-__all__ = ["RemoteException", "describe", "rebuild"]
+__all__ = ["RemoteException", "describe", "described_as", "rebuild"]
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
@@ -74,6 +74,13 @@ def describe(
     text = f"On {worker}:\n{text_of(error, repr)}\n{trace}"
     with contextlib.suppress(BaseException):
         print(text, file=sys.stderr)
+    return described_as(text, error, encode)
+
+
+def described_as(
+    text: str, error: BaseException, encode: Callable[[Any], bytes]
+) -> RemoteException:
+    """Describe an error by a text; ``encode`` pickles its type."""
     state = dict(vars(error)) if isinstance(error, RpcError) else {}
     try:
         pickle.dumps(state)

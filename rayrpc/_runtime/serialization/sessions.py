@@ -10,16 +10,17 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.messages import Fork, Objects
 from rayrpc._runtime.serialization.devices import DeviceMap
-from rayrpc.errors import RpcError
+from rayrpc.errors import RpcError, SerializationError
 
 __all__ = [
     "ArgumentObject",
     "Encoding",
+    "NoRRefs",
     "Sharer",
     "object_types",
     "reduce_argument",
@@ -57,6 +58,22 @@ class Sharer(Protocol):
 
     def discard(self, fork: Fork) -> None:
         """Receive a fork and release it."""
+
+
+class NoRRefs:
+    """A ``Sharer`` for payloads that can have no RRef, as nobody would count its forks.
+
+    Args:
+        reason (str): the text of the error of one that has.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise SerializationError(self._reason)
+
+    share = lend = borrow = unshare = release_later = receive = discard = _refuse
 
 
 class Encoding:

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from rayrpc._concurrency.outcome import Error, Outcome, text_of
-from rayrpc._protocol.ids import GloballyUniqueId
-from rayrpc._protocol.messages import Fork, Payload
+from rayrpc._protocol.messages import Payload
 from rayrpc._runtime.serialization.codec import Codec
-from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
+from rayrpc._runtime.serialization.remote_errors import RemoteException, described_as, rebuild
+from rayrpc._runtime.serialization.sessions import NoRRefs
 from rayrpc._runtime.serialization.tensors import NoDeviceError
-from rayrpc.errors import RpcError, SerializationError
 
 __all__ = ["decode_stored", "encode_stored"]
 
 
-class _NoRRefs:
-    """A ``Sharer`` for payloads without RRefs: nobody would count their forks."""
-
-    def share(self, rref: Any, to: int | None, into: list[Fork]) -> None:
-        raise SerializationError(
-            "cannot be an object of Ray's store: it has an RRef, which only calls can send"
-        )
-
-    def lend(self, rref: Any, to: int | None) -> GloballyUniqueId | None:
-        return None
-
-    def borrow(self, rref_id: GloballyUniqueId) -> Any:
-        raise RpcError("an object of Ray's store has no RRef")
-
-    def release_later(self, fork: Fork) -> None:
-        pass
-
-    def unshare(self, fork: Fork) -> None:
-        pass
-
-    def receive(self, fork: Fork) -> Any:
-        raise RpcError("an object of Ray's store has no RRef")
-
-    def discard(self, fork: Fork) -> None:
-        pass
-
-
-_codec = Codec(_NoRRefs())
+_codec = Codec(
+    NoRRefs("cannot be an object of Ray's store: it has an RRef, which only calls can send")
+)
 
 
 class _SameDevices(dict[torch.device, torch.device]):
@@ -80,21 +53,14 @@ def _encode_value(value: Any) -> Payload:
 def _described(outcome: Error) -> RemoteException:
     if outcome.remote is not None:
         return RemoteException(*outcome.remote)
-    error = outcome.error
-    kind = getattr(type(error), "_remote_type", type(error))
-    try:
-        type_data = _codec.encode(kind, None, shares_main=False).data
-    except Exception:
-        type_data = b""
-    state = dict(vars(error)) if isinstance(error, RpcError) else {}
-    try:
-        pickle.dumps(state)
-    except Exception:
-        state = {}
-    args = error.args
-    text = args[0] if len(args) == 1 and type(args[0]) is str else text_of(error)
+    args = outcome.error.args
+    text = args[0] if len(args) == 1 and type(args[0]) is str else text_of(outcome.error)
     # ``rebuild`` takes it for a part of a repr
-    return RemoteException(text.replace("\\", r"\\"), type_data, kind.__qualname__, state)
+    return described_as(text.replace("\\", r"\\"), outcome.error, _encode_type)
+
+
+def _encode_type(kind: Any) -> bytes:
+    return _codec.encode(kind, None, shares_main=False).data
 
 
 def decode_stored(data: bytes, buffers: Sequence[Any], refs: Sequence[Any]) -> Any:

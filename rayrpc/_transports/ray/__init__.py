@@ -26,8 +26,10 @@ Invariants:
 
 - Each worker has exactly one actor endpoint, and dies with it: the endpoint is the worker's own
   actor, or a relay that its process owns.
-- The directory and the relays never import torch; the modules that they load hold to it.
+- The directory, the relays and the actors of pending objects never import torch; the modules that
+  they load hold to it.
 - An address has names, never handles: a handle can be unpickled only while its program runs.
 - No call holds a thread while it waits for another one: its reply is deferred.
-- Ray's errors are translated here; the layers above see those of ``rayrpc.errors``.
+- Ray's errors are translated here; the layers above see those of ``rayrpc.errors``.  Errors of
+  objects stay Ray's own: programs that use Ray know them.
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import itertools
 import pickle
@@ -24,13 +25,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value, text_of
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Payload, flat
+from rayrpc._protocol.messages import PLAIN_TYPES, Payload, flat
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 from rayrpc.errors import ArgumentTypeError, CallError, RpcError
 
-__all__ = ["Codec", "RayObjects", "object_type"]
+__all__ = ["Codec", "RayObjects"]
 
 # Readers of objects that are not there yet; each is an idle coroutine of the actor. A concurrency
 # group of this size would be as many threads in old Rays.
@@ -42,12 +43,6 @@ AT_HAND_BYTES = 256 << 20
 # How long it may take to read what is there.
 AT_HAND_SECONDS = 1.0
 _LOCATE = "get_local_object_locations"
-
-# Ray's own form of these is as good, and smaller.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-
-# How long a closing worker waits until the readers of its pending objects have their errors.
-CLOSE_SECONDS = 2.0
 
 
 class Codec(NamedTuple):
@@ -125,27 +120,34 @@ class RayObjects:
     Args:
         worker (str): name of the worker.
         codec (Codec): pickles objects.
+
+    Attributes:
+        type (type): of references to objects.
     """
 
     def __init__(self, worker: str, codec: Codec) -> None:
         self._worker = worker
         self._codec = codec
         self._threads = ThreadCache("rayrpc-objects", soft_limit=1)
-        self._submit = self._threads.submit
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._actor: Any = None
-        self._pending: dict[int, Any] = {}  # refs of objects that are not there yet, by number
+        self._pending: dict[int, Any] = {}  # the actor of each object that is not there yet
         self._callbacks: dict[int, Callable[[Outcome[Any]], object]] = {}  # of ``when_ready``
         self._node: str | None = None
         self._closed = False
+        self.type: type = ray.ObjectRef
         # the size of an object, without asking anybody; old Rays, and Ray Client, do not know it
-        found = None if through_client() else getattr(ray.experimental, _LOCATE, None)
+        found = getattr(ray.experimental, _LOCATE, None)
+        if through_client():
+            from ray.util.client.common import ClientObjectRef
+
+            self.type, found = ClientObjectRef, None
         self._locate: Callable[[list[Any]], dict[Any, dict[str, Any]]] | None = found
 
     def check(self, ref: Any) -> None:
         """Raise a TypeError unless ``ref`` is an ObjectRef."""
-        if not isinstance(ref, object_type()):
+        if not isinstance(ref, self.type):
             raise ArgumentTypeError(f"object_ref must be a ray.ObjectRef, got {ref!r}")
 
     def at_hand(self, ref: Any) -> Value[Any] | None:
@@ -172,13 +174,8 @@ class RayObjects:
 
     def when_ready(self, ref: Any, callback: Callable[[Outcome[Any]], object]) -> None:
         """Call ``callback`` with an object's value or error; see ``ObjectStore``."""
-
         number = next(self._numbers)
         self._callbacks[number] = callback
-
-        def end(outcome: Outcome[Any]) -> None:
-            if self._callbacks.pop(number, None) is not None:  # else ``close`` has called it
-                callback(outcome)
 
         # in Ray's own thread, where any call into Ray would deadlock
         def completed(result: Any) -> None:
@@ -186,20 +183,21 @@ class RayObjects:
                 result = Error(result.as_instanceof_cause())
             else:
                 result = Error(result) if isinstance(result, RayError) else Value(result)
-            self._submit(lambda: end(result))
+            self._threads.submit(lambda: self._call_back(number, result))
 
         try:
             ref._on_completed(completed)
         except Exception as exc:
-            end(Error(exc))
+            self._call_back(number, Error(exc))
         if self._closed:  # just now, perhaps before the callback was there
-            end(self._shut_down())
+            self._call_back(number, self._shut_down())
 
     def put(self, outcome: Outcome[Any]) -> Any:
         """Store a value or an error; return the ObjectRef."""
         if not ray.is_initialized():
             raise RpcError("Ray has ended: this worker has no object store any more")
-        if isinstance(outcome, Value) and type(outcome.value) in _PLAIN:
+        if isinstance(outcome, Value) and type(outcome.value) in PLAIN_TYPES:
+            # Ray's own form of these is as good, and smaller
             return ray.put(outcome.value)
         return ray.put(_Stored(self._parts(outcome)))
 
@@ -211,28 +209,26 @@ class RayObjects:
                 self._shut_down().unwrap()
             if self._actor is None:
                 self._actor = self._start_actor()
-        ref = self._pending[number] = ray_api.submit(self._actor.wait, number)
-        return ref, lambda outcome: self._submit(lambda: self._complete(number, outcome))
+            actor = self._actor
+        ref = ray_api.submit(actor.wait, number)
+        self._pending[number] = actor
+        if self._closed:  # just now, perhaps before the object was there to be failed
+            self._complete(number, self._shut_down())
+        return ref, functools.partial(self._complete, number)
 
     def close(self) -> None:
-        """Fail the objects that are not there yet; idempotent."""
+        """Fail the objects that are not there yet; idempotent.
+
+        The actor ends by itself when the last handle is deleted and its readers have what they wait
+        for.
+        """
         with self._lock:
             self._closed = True
-            actor, self._actor = self._actor, None
+            self._actor = None
         for number in list(self._callbacks):
-            callback = self._callbacks.pop(number, None)
-            if callback is not None:
-                callback(self._shut_down())
-        if actor is None or not ray.is_initialized():
-            self._threads.close()
-            return
-        refs = list(self._pending.values())
+            self._call_back(number, self._shut_down())
         for number in list(self._pending):
-            self._complete(number, self._shut_down(), actor)
-        with contextlib.suppress(RayError):
-            if refs:
-                ray_api.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
-            ray.kill(actor)
+            self._complete(number, self._shut_down())
         self._threads.close()
 
     def _shut_down(self) -> Error:
@@ -242,30 +238,27 @@ class RayObjects:
         remote: Any = ray.remote
         shown = type(f"{self._worker} (pending objects)", (PendingObjects,), {})
         actor = remote(num_cpus=0, max_concurrency=MOST_WAITING)(shown)
-        here = ray.get_runtime_context().get_node_id()
-        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=True)
-        options = {"scheduling_strategy": affinity, "max_restarts": -1}
-        return actor.options(**options).remote(self._worker)
+        here = ray_api.on_this_node(soft=True)
+        return actor.options(scheduling_strategy=here, max_restarts=-1).remote(self._worker)
 
-    def _complete(self, number: int, outcome: Outcome[Any], actor: Any = None) -> None:
-        if self._pending.pop(number, None) is None:
-            return
-        actor = actor or self._actor
+    def _call_back(self, number: int, outcome: Outcome[Any]) -> None:
+        """Give an object to what waits for it, unless it has been given one."""
+        callback = self._callbacks.pop(number, None)
+        if callback is not None:
+            callback(outcome)
+
+    def _complete(self, number: int, outcome: Outcome[Any]) -> None:
+        """Complete an object, unless it is complete: in another thread, as this may be Ray's."""
+        actor = self._pending.pop(number, None)
         if actor is not None:
-            with contextlib.suppress(RayError):  # Ray has ended
-                ray_api.submit(actor.complete, number, self._parts(outcome))
+            self._threads.submit(lambda: self._send(actor, number, outcome))
+
+    def _send(self, actor: Any, number: int, outcome: Outcome[Any]) -> None:
+        with contextlib.suppress(RayError):  # Ray has ended
+            ray_api.submit(actor.complete, number, self._parts(outcome))
 
     def _parts(self, outcome: Outcome[Any]) -> list[Any]:
         payload = self._codec.encode(outcome)
         refs = [] if payload.objects is None else list(payload.objects.refs)
         buffers = (pickle.PickleBuffer(flat(buffer)) for buffer in payload.buffers)
         return [self._codec.module, self._codec.name, payload.data, refs, *buffers]
-
-
-def object_type() -> type:
-    """Return the class of Ray's references to objects in this process."""
-    if not through_client():
-        return ray.ObjectRef
-    from ray.util.client.common import ClientObjectRef
-
-    return ClientObjectRef

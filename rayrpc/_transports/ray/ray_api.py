@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RaySystemError
 
 from rayrpc._concurrency.deadlines import Deadline
 
-__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "submit", "wait"]
+__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "on_this_node", "submit", "wait"]
 
 # How long ``ray.shutdown()`` may take to end Ray's client.
 SHUTDOWN_SECONDS = 30.0
@@ -106,6 +106,16 @@ def submit(method: Any, *args: Any) -> Any:
     if not ray.is_initialized():
         raise RaySystemError("Ray has not been started yet.")
     return method.remote(*args)
+
+
+def on_this_node(soft: bool) -> Any:
+    """Return the scheduling strategy of an actor on this process's node.
+
+    Args:
+        soft: it may start elsewhere where it cannot start here.
+    """
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return affinity(ray.get_runtime_context().get_node_id(), soft=soft)
 
 
 _get = _called(worker.get)

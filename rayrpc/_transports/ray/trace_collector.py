@@ -53,8 +53,7 @@ def start_collector(name: str, namespace: str) -> Any:
         name, namespace: of the actor.
     """
     remote: Any = ray.remote
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    here = affinity(ray.get_runtime_context().get_node_id(), soft=True)
+    here = ray_api.on_this_node(soft=True)
     options = remote(TraceCollector).options
     actor = options(name=name, namespace=namespace, num_cpus=0, scheduling_strategy=here).remote()
     ray_api.get(actor.ready.remote(), timeout=START_SECONDS)

@@ -134,11 +134,7 @@ class RayTransport(Transport):
         options: dict[str, Any] = {}
         if not self._plain:
             # on this process's node, so that the relay dies with it
-            options["scheduling_strategy"] = (
-                ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-                    ray.get_runtime_context().get_node_id(), soft=False
-                )
-            )
+            options["scheduling_strategy"] = ray_api.on_this_node(soft=False)
         remote: Any = ray.remote
         shown = type(f"{worker} (relay)", (Relay,), {})  # `ps` shows the name of the class
         relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(shown)

@@ -13,10 +13,11 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from rayrpc._protocol.messages import PLAIN_TYPES
 from rayrpc._runtime.serialization.codec import Codec
-from rayrpc.errors import SerializationError
+from rayrpc._runtime.serialization.sessions import NoRRefs
 from rayrpc.parallel.pickle import dumps, loads
 from rayrpc.parallel.pool.globals import dumps_sharing_globals
 from rayrpc.parallel.pool.tasks import Result, Task, mapstar, starmapstar
@@ -32,25 +33,17 @@ __all__ = [
 ]
 
 MAX_FUNCTIONS = 64  # that a worker keeps
-PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 # -- objects --------------------------------------------------------------------------------------
 
 
-class _NoRRefs:
-    """The codec's table of RRefs: an RRef's owner is in a group that pool workers are not in."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise SerializationError(
-            "an RRef cannot be sent to a worker of a pool, or from there: the worker is not in the "
-            "group of its owner. Send its value."
-        )
-
-    share = lend = borrow = unshare = release_later = receive = discard = _refuse
-
-
-_codec = Codec(_NoRRefs())
+_codec = Codec(
+    NoRRefs(
+        "an RRef cannot be sent to a worker of a pool, or from there: the worker is not in the "
+        "group of its owner. Send its value."
+    )
+)
 
 
 @dataclass(frozen=True)
