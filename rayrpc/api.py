@@ -76,7 +76,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 # RRefs that are alive at shutdown are an error only if this is False.
 _ignore_rref_leak = True
@@ -88,7 +87,7 @@ _thread_local_var = threading.local()
 def _initialized() -> Any:
     """Return the agent; raise torch's error before ``init_rpc``."""
     if not _is_current_rpc_agent_set():
-        raise NotInitializedError(NOT_INITIALIZED)
+        raise NotInitializedError(current.NOT_INITIALIZED)
     return _get_current_rpc_agent()
 
 

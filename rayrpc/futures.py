@@ -29,8 +29,8 @@ __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 
-# scripted functions return Futures of the class below torch.futures.Future
-_AnyFuture: Any = Future.__mro__[1]
+#: scripted functions return Futures of this class, which is below torch.futures.Future
+AnyFuture: Any = Future.__mro__[1]
 
 
 def wait_all(futures: Iterable[Future[T]]) -> list[T]:
@@ -97,7 +97,7 @@ class as_completed(Generic[T]):
     def __init__(self, futures: Iterable[Future[T]], timeout: float | None = None) -> None:
         futures = list(futures)
         for future in futures:
-            if not isinstance(future, _AnyFuture):
+            if not isinstance(future, AnyFuture):
                 raise TypeError(f"as_completed waits for Futures, not for {future!r}")
         self._futures = list(dict.fromkeys(futures))
         self._timeout = timeout
@@ -166,10 +166,10 @@ def extend_futures() -> None:
 
     It is called by ``install()`` and at the start of an agent.  Nothing else changes.
     """
-    base: Any = Future.__mro__[1]  # of the Futures of ``then`` and ``collect_all``, too
-    base.__await__ = _await
-    if not hasattr(base.wait, "__wrapped__"):
-        base.wait = _interruptible(base.wait)
+    # of the Futures of ``then`` and ``collect_all``, too
+    AnyFuture.__await__ = _await
+    if not hasattr(AnyFuture.wait, "__wrapped__"):
+        AnyFuture.wait = _interruptible(AnyFuture.wait)
 
 
 def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:

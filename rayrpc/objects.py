@@ -20,16 +20,13 @@ from rayrpc._concurrency.outcome import Outcome, attempt, complete
 from rayrpc._concurrency.promise import Promise
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
-from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.objects import ref_of
-from rayrpc.api import NOT_INITIALIZED, remote
-from rayrpc.errors import ArgumentTypeError, NotInitializedError
+from rayrpc.api import remote
+from rayrpc.errors import ArgumentTypeError
+from rayrpc.futures import AnyFuture
 from rayrpc.rref_proxy import RRef
 
 __all__ = ["as_future", "object_ref", "rref"]
-
-# scripted functions return Futures of the class below torch.futures.Future
-_AnyFuture: Any = Future.__mro__[1]
 
 
 def object_ref(future: Future[Any]) -> Any:
@@ -56,10 +53,10 @@ def object_ref(future: Future[Any]) -> Any:
 
     Source: rayrpc's own; ``ray.ObjectRef``.
     """
-    if not isinstance(future, _AnyFuture):
+    if not isinstance(future, AnyFuture):
         raise ArgumentTypeError(f"object_ref takes a torch.futures.Future, got {future!r}")
     done: Promise[Outcome[Any]] = Promise()
-    agent = _agent()
+    agent = current.initialized_agent()
     if future.done():
         done.set(attempt(future.wait))
     else:
@@ -89,7 +86,7 @@ def rref(object_ref: Any, to: str | WorkerInfo | int | None = None) -> RRef[Any]
 
     Source: rayrpc's own.
     """
-    agent = _agent()
+    agent = current.initialized_agent()
     agent.objects.check(object_ref)
     made: RRef[Any] = remote(agent.info if to is None else to, _itself, (object_ref,), timeout=0)
     return made
@@ -116,7 +113,7 @@ def as_future(object_ref: Any) -> Future[Any]:
 
     Source: rayrpc's own; ``ray.ObjectRef.future``.
     """
-    agent = _agent()
+    agent = current.initialized_agent()
     agent.objects.check(object_ref)
     future: Future[Any] = Future()
     agent.objects.when_ready(object_ref, lambda outcome: complete(future, outcome))
@@ -125,9 +122,3 @@ def as_future(object_ref: Any) -> Future[Any]:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _agent() -> Agent:
-    if not current.is_set():
-        raise NotInitializedError(NOT_INITIALIZED)
-    return current.get_agent()

@@ -18,8 +18,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
-from rayrpc.api import NOT_INITIALIZED
-from rayrpc.errors import CallError, NotInitializedError
+from rayrpc.errors import CallError
 
 __all__ = ["profile", "rrefs", "status"]
 
@@ -48,7 +47,7 @@ def status(timeout: float = 5.0) -> GroupStatus:
 
     Source: rayrpc's own; ``rayrpc status`` and ``rayrpc stack`` tell the same from outside.
     """
-    agent = _agent()
+    agent = current.initialized_agent()
     answers = [
         (member, answer if isinstance(answer, bytes) else str(answer) or "does not answer")
         for member, answer in agent.inspect(b"stacks", timeout)
@@ -76,7 +75,7 @@ def rrefs(timeout: float = 5.0) -> RRefList:
 
     Source: rayrpc's own.
     """
-    agent = _agent()
+    agent = current.initialized_agent()
     answers = [
         (member.id, answer)
         for member, answer in agent.inspect(b"rrefs", timeout)
@@ -107,7 +106,7 @@ def profile(path: str | Path | None = None) -> Iterator[Trace]:
 
     Source: rayrpc's own.
     """
-    agent = _agent()
+    agent = current.initialized_agent()
     others = [member for member in agent.members() if member.token != agent.member.token]
     made = Trace(names={member.id: member.name for member in agent.members()})
     run = uuid.uuid4().hex
@@ -127,12 +126,6 @@ def profile(path: str | Path | None = None) -> Iterator[Trace]:
         _collect(agent, run, started[::-1], made)
         if path is not None and made.parts:
             made.write(path)
-
-
-def _agent() -> Agent:
-    if not current.is_set():
-        raise NotInitializedError(NOT_INITIALIZED)
-    return current.get_agent()
 
 
 def _collect(agent: Agent, run: str, members: list[Member], made: Trace) -> None:

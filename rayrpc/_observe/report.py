@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from torch.futures import Future
-
 from rayrpc._concurrency.latency_profile import LatencyProfile
 from rayrpc._observe.frames import frames_of_threads, local
 from rayrpc._observe.rref_list import rref_report
@@ -29,12 +27,9 @@ from rayrpc._runtime.invocation import NOTHING, Invocation
 from rayrpc._runtime.open_call import OpenCall, Request
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.served_call import ServedCall
-from rayrpc.futures import wait_all
+from rayrpc.futures import AnyFuture, wait_all
 
 __all__ = ["Inspector", "function_name", "name_of", "name_of_request", "open_requests"]
-
-# torch's scripted functions return Futures of the class below torch.futures.Future
-_AnyFuture: Any = Future.__mro__[1]
 
 # What a fetch is called.
 _TO_HERE = "RRef.to_here"
@@ -253,7 +248,7 @@ def _awaited_futures(frame: FrameType) -> list[Any]:
     if code is wait_all.__code__:
         futures = local(frame, "futures")  # at first what the program gave, maybe an iterator
         return [each for each in futures if not each.done()] if isinstance(futures, list) else []
-    if code is getattr(_AnyFuture.wait, "__code__", None):  # of ``extend_futures``
+    if code is getattr(AnyFuture.wait, "__code__", None):  # of ``extend_futures``
         return [local(frame, "self")]
     return []
 

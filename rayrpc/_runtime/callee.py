@@ -12,7 +12,6 @@ from types import BuiltinFunctionType, CoroutineType
 from typing import Any
 
 import torch
-from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
@@ -32,6 +31,7 @@ from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
+from rayrpc.futures import AnyFuture
 
 __all__ = ["BeforeReply", "Callee"]
 
@@ -239,7 +239,7 @@ class Callee:
         self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
         """Reply with the value of a Future, when that is done."""
-        if not isinstance(value, _AnyFuture):
+        if not isinstance(value, AnyFuture):
             error = RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(value).__module__}."
@@ -422,9 +422,6 @@ def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferr
     else:
         deferred.set(made)
 
-
-# a scripted function returns a future of the class below torch.futures.Future
-_AnyFuture: Any = Future.__mro__[1]
 
 _NONE = Payload(pickle.dumps(None, 5), [])
 

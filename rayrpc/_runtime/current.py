@@ -10,9 +10,11 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.rrefs.home import NO_AGENT, set_home
 from rayrpc.errors import NotInitializedError
 
-__all__ = ["get_agent", "is_set", "set_agent"]
+__all__ = ["NOT_INITIALIZED", "get_agent", "initialized_agent", "is_set", "set_agent"]
 
 logger = logging.getLogger(__name__)
+
+NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
 _agent: Agent | None = None
 _forgets_after_fork = False
@@ -31,6 +33,17 @@ def get_agent() -> Agent:
     """
     if _agent is None:
         raise NotInitializedError(NO_AGENT)
+    return _agent
+
+
+def initialized_agent() -> Agent:
+    """Return the agent, to a function that users call.
+
+    Raises:
+        NotInitializedError: there is none; in torch's words.
+    """
+    if _agent is None:
+        raise NotInitializedError(NOT_INITIALIZED)
     return _agent
 
 

@@ -11,6 +11,7 @@ import rayrpc as rpc
 from rayrpc import observe
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.rref_list import RRefList, rref_report
+from rayrpc._runtime import current
 from rayrpc._runtime.rrefs import home
 
 go = threading.Event()
@@ -26,7 +27,7 @@ def group(monkeypatch):
         workers = [start(name) for name in "abc"]
         for worker in workers:
             worker.agent.callee.inspect = Inspector(worker.agent, False).answer
-        monkeypatch.setattr(observe, "_agent", lambda: workers[0].agent)
+        monkeypatch.setattr(current, "initialized_agent", lambda: workers[0].agent)
         yield workers
         go.set()
         kept.clear()
