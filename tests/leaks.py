@@ -57,6 +57,7 @@ DESCRIPTORS_OF_AN_AGENT = [
 PROCESSES_THAT_STAY = [
     (r".*multiprocessing\.(resource_tracker|forkserver).*", "one a process, until it ends"),
     (r".*torch_shm_manager.*", "one a process, until it ends"),
+    (r".*simulation\.fork_server.*", "one a process, until it ends"),
 ]
 
 # (pattern of a class and a name, reason)

@@ -1,4 +1,4 @@
-"""Run a scenario, or a test, in a process of its own.
+"""Run a scenario, or a test, in a fork of a process that runs nothing else.
 
 While the code is simulated, all threads of this process that run it are, too: those that other
 tests have left idle would take part.
@@ -13,24 +13,22 @@ import importlib
 import inspect
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from simulation.fork_server import output_of
 from simulation.mutation import Mutation, mutated
 from simulation.replacing import simulated
 from simulation.scenario import Scenario, run
 from simulation.scenarios import SCENARIOS
 from simulation.scheduler import Scheduler
 
-__all__ = ["first_failure", "in_virtual_time"]
+__all__ = ["first_failure", "in_gate", "in_virtual_time"]
 
 SECONDS = 900.0
-CODE = "import sys; from simulation.separately import {0}; {0}(*eval(sys.argv[1]))"
-TESTS = Path(__file__).parent.parent
 
 
 def first_failure(name: str, seeds: range, mutation: Mutation | None = None) -> str:
@@ -45,21 +43,24 @@ def first_failure(name: str, seeds: range, mutation: Mutation | None = None) -> 
     return _output("_show", name, seeds.start, seeds.stop, fault)
 
 
+def in_gate(seeds: int) -> int:
+    """Return how many of so many seeds run: two fifths, but all in ``make test-all``."""
+    return seeds if os.environ.get("TESTS_ALL") == "1" else seeds * 2 // 5
+
+
 def in_virtual_time(*helpers: str, seeds: int = 20) -> Callable[[Callable[..., None]], Any]:
     """Have a test run in simulations: its waits are exact, and take no time.
 
     Args:
         helpers: modules that it uses, and that use threads, clocks or sockets themselves.
-        seeds: how many schedules it runs under; in the gate, it is two fifths of them.
+        seeds: how many schedules it runs under; see ``in_gate``.
     """
-    if os.environ.get("TESTS_ALL") != "1":
-        seeds = seeds * 2 // 5
 
     def decorate(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
         def run_separately(**arguments: Any) -> None:
             file = inspect.getfile(test)
-            failure = _output("_show_test", file, test.__name__, arguments, helpers, seeds)
+            failure = _output("_show_test", file, test.__name__, arguments, helpers, in_gate(seeds))
             assert not failure, failure
 
         return pytest.mark.process(run_separately)
@@ -68,15 +69,7 @@ def in_virtual_time(*helpers: str, seeds: int = 20) -> Callable[[Callable[..., N
 
 
 def _output(function: str, *arguments: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE.format(function), repr(arguments)],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output_of(__name__, function, *arguments, timeout=SECONDS)
 
 
 def _show(name: str, start: int, stop: int, fault: tuple[Any, ...] | None) -> None:
