@@ -1,5 +1,6 @@
 """Test the oldest, the usual and the newest versions that rayrpc supports: ``make matrix``.
 
+One more session, ``libraries``, tests what comes with Ray's own libraries: Data, Train, jobs.
 Each session has an environment of its own; one that cannot be installed is skipped, with the
 reason.  pip's settings apply: ``PIP_INDEX_URL`` may name torch's index of CPU builds, which are
 much smaller.
@@ -16,6 +17,7 @@ VERSIONS = {
     "oldest": ("3.10", ["torch==2.5.1", "ray[client]==2.40.0"]),
     "usual": ("3.11", ["-c", "constraints.txt", "torch", "ray[client]"]),
     "newest": ("3.12", ["torch==2.15.*", "ray[client]"]),
+    "libraries": ("3.11", ["-c", "constraints.txt", "torch", "ray[data,default,train]"]),
 }
 TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "trustme"]
 # Ray's own, as errors
@@ -28,6 +30,7 @@ SUITES = [
     ["tests/test_autograd.py", "tests/autograd", "tests/test_optim.py", "tests/test_nn.py"],
     ["tests/test_jit.py", "tests/jit"],
 ]
+LIBRARIES = [["tests/test_ray_libraries.py"]]
 
 
 def _add(name: str, python: str, packages: list[str]) -> None:
@@ -39,7 +42,7 @@ def _add(name: str, python: str, packages: list[str]) -> None:
         except CommandFailed as exc:
             session.skip(f"pip cannot install {' '.join(packages)}: {exc}")
         ignored = [word for each in WARNINGS.get(name, []) for word in ("-W", each)]
-        for suite in SUITES:
+        for suite in LIBRARIES if name == "libraries" else SUITES:
             session.run("python", "-m", "pytest", "-q", *ignored, *suite, *session.posargs)
 
 

@@ -200,7 +200,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """
     agent = _get_current_rpc_agent()
     try:
-        if graceful:
+        if graceful and not current.has_left():
             if not isinstance(agent, Agent):
                 _wait_all_workers(timeout)
             elif agent.is_static_group:

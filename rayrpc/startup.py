@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import uuid
@@ -30,7 +31,7 @@ from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._runtime.serialization.codec import add_object_type
 from rayrpc._runtime.serialization.stored import decode_stored, encode_stored
 from rayrpc._runtime.user_api import UserApi
-from rayrpc._transports import open_metrics, open_objects, open_transport
+from rayrpc._transports import open_metrics, open_objects, open_transport, watch_actor
 from rayrpc._transports.process_origin import this_origin
 from rayrpc.config import Settings
 from rayrpc.errors import ArgumentTypeError, RpcError
@@ -41,6 +42,8 @@ __all__ = ["TRACE_VARIABLE", "choose_backend", "default_options", "make_agent", 
 
 #: names the collector of a traced run: its Ray namespace, and its name
 TRACE_VARIABLE = "RAYRPC_INTERNAL_TRACE"
+# How long the calls of a worker may take to end whose actor Ray ends.
+DRAIN_SECONDS = 5.0
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -202,6 +205,7 @@ def make_agent(
     agent.callee.inspect = inspector.answer
     set_waits(inspector.waits_in_words)
     agent.on_shutdown(lambda: set_waits(None))
+    agent.on_shutdown(watch_actor(functools.partial(_leave_drained, agent)))
     if collector := os.environ.get(TRACE_VARIABLE):
         _trace_run(agent, f"{key}:{snapshot.session}", collector)
     if settings.metrics and (sink := open_metrics(warns=snapshot.me.id == 0)) is not None:
@@ -213,6 +217,13 @@ def make_agent(
         agent.on_shutdown(slow_calls.close)
         slow_calls.start()
     return agent
+
+
+def _leave_drained(agent: Agent) -> None:
+    """Leave the group, once the calls that are under way have ended, but soon."""
+    with contextlib.suppress(RpcError):
+        agent.drain(DRAIN_SECONDS)
+    current.leave()
 
 
 def _trace_run(agent: Agent, group: str, collector: str) -> None:

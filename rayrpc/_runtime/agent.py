@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -84,6 +85,7 @@ class Agent:
         self._transport = transport
         self._directory = directory
         self._snapshot = snapshot
+        self._leaving = threading.Lock()  # taken for good
         self._closed = False
         self._gil_waits: GilWaits | None = None
         self._on_shutdown: list[Callable[[], None]] = []
@@ -322,9 +324,14 @@ class Agent:
         """Call ``callback`` when this worker shuts down, while it is still in the group."""
         self._on_shutdown.append(callback)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has left its group, or is leaving."""
+        return self._leaving.locked()
+
     def shutdown(self) -> None:
-        """Leave the group and stop; do not wait for other members."""
-        if self._closed:
+        """Leave the group and stop; do not wait for other members.  Another call does nothing."""
+        if not self._leaving.acquire(blocking=False):
             return
         for callback in self._on_shutdown:
             callback()

@@ -10,7 +10,15 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.rrefs.home import NO_AGENT, set_home
 from rayrpc.errors import NotInitializedError
 
-__all__ = ["NOT_INITIALIZED", "get_agent", "initialized_agent", "is_set", "set_agent"]
+__all__ = [
+    "NOT_INITIALIZED",
+    "get_agent",
+    "has_left",
+    "initialized_agent",
+    "is_set",
+    "leave",
+    "set_agent",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +31,11 @@ _forgets_after_fork = False
 def is_set() -> bool:
     """Tell whether ``init_rpc`` was called, and ``shutdown`` not yet."""
     return _agent is not None
+
+
+def has_left() -> bool:
+    """Tell whether the agent has left its group by itself, as Ray was ending this process."""
+    return isinstance(_agent, Agent) and _agent.has_left
 
 
 def get_agent() -> Agent:
@@ -56,15 +69,15 @@ def set_agent(agent: Agent | None) -> None:
         # a forked child has neither the agent's threads nor its connections
         os.register_at_fork(after_in_child=lambda: set_agent(None))
         _forgets_after_fork = True
-    atexit.unregister(_leave)
+    atexit.unregister(leave)
     if agent is not None:
-        atexit.register(_leave)  # so it runs before what the transport's libraries registered
+        atexit.register(leave)  # so it runs before what the transport's libraries registered
 
 
-def _leave() -> None:
+def leave() -> None:
     """Stop an agent that the program did not shut down: its threads must end before Ray's."""
     if _agent is not None:
         try:
             _agent.shutdown()
         except Exception:
-            logger.warning("could not leave the group at the end of the program", exc_info=True)
+            logger.warning("could not leave the group at the end of the process", exc_info=True)

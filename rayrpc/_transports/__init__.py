@@ -35,7 +35,7 @@ from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["open_metrics", "open_objects", "open_transport"]
+__all__ = ["open_metrics", "open_objects", "open_transport", "watch_actor"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,17 @@ def open_objects(worker: str, encode: Encode, decode: Decode) -> Any:
     from rayrpc._transports.ray.objects import Codec, RayObjects
 
     return RayObjects(worker, Codec(encode, decode.__module__, decode.__qualname__))
+
+
+def watch_actor(on_exit: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when Ray ends the actor in whose process this is, if it is a program's.
+
+    Returns:
+        Ends the watch.
+    """
+    from rayrpc._transports.ray.actor_exit import ActorExit
+
+    return ActorExit(on_exit).close
 
 
 def open_metrics(warns: bool = False) -> Sink | None:

@@ -28,7 +28,9 @@ from cluster import ROOT, clean_up_on_sigterm
 
 COLUMNS = ("tensorpipe", "run", "up")
 SECONDS = 300.0  # that a program may take
-SETTLE_SECONDS = 60.0  # until all processes stand by again
+SETTLE_SECONDS = 60.0  # until all processes stand by again, and so many more ...
+SETTLE_RANK_SECONDS = 4.0  # ... a rank
+QUIET_PERCENT = 30.0  # of all cores
 
 PROGRAM = """
 import os, sys
@@ -117,23 +119,21 @@ def _run(command: list[str], environ: dict[str, str]) -> float:
 
 
 def _wait_standing_by(count: int, folder: str) -> None:
-    """Wait until so many processes stand by on the cluster of a folder, and do nothing."""
+    """Wait until so many processes stand by on a folder's cluster, and the machine is quiet."""
     import psutil
 
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + SETTLE_SECONDS + SETTLE_RANK_SECONDS * count
     while time.monotonic() < deadline:
         found = []
         for process in psutil.process_iter(["name"]):
             if (process.info["name"] or "").startswith("ray::StandbyWo"):
                 try:
-                    mine = process.environ().get("RAY_TMPDIR") == folder
-                    if mine and process.cpu_percent(0.2) < 5.0:
+                    if process.environ().get("RAY_TMPDIR") == folder:
                         found.append(process.pid)
                 except psutil.Error:
                     continue
-        if len(found) >= count:
+        if psutil.cpu_percent(1.0) < QUIET_PERCENT and len(found) >= count:
             return
-        time.sleep(0.3)
     sys.exit(f"of {count} processes {len(found)} stand by")
 
 

@@ -13,6 +13,7 @@ In the order in which a worker meets them:
     relay             the relay actor: the endpoint of an attached process
     relay_client      an attached process's side of its relay: polls, serves, sends results
     transport         ``RayTransport``: calls peers' endpoints, serves this worker's own
+    actor_exit        has a worker leave its group before Ray ends the actor that it runs in
     objects           Ray's object store, and objects that complete later
     inspection        asks the workers of all groups what they do, from a process in none
     trace_collector   the actor that takes what the workers of a traced run have recorded
