@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
+    from rayrpc.groups import Group, get_group, init_group
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendType",
+    "Group",
     "PyRRef",
     "RRef",
     "RpcBackendOptions",
@@ -49,8 +51,10 @@ __all__ = [
     "errors",
     "functions",
     "futures",
+    "get_group",
     "get_rpc_timeout",
     "get_worker_info",
+    "init_group",
     "init_rpc",
     "install",
     "lazy",
@@ -96,6 +100,7 @@ _HOMES = {
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
+    "rayrpc.groups": ("Group", "get_group", "init_group"),
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),

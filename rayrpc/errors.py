@@ -12,6 +12,7 @@
     │   ├── SerializationError (and TypeError)  ... an argument or its result cannot be sent
     │   │   └── DeviceMapError              ... a tensor's device is in no device map
     │   ├── CallLostError                   ... its connection broke: it may or may not have run
+    │   ├── GroupCallError                  ... one of those to the workers of a group
     │   └── WorkerDiedError                 ... its callee died or left the group
     └── FunctionNotFoundError (and AttributeError)
                                             the callee cannot import the function of a call
@@ -22,6 +23,8 @@ those that ``rpc_sync`` and Futures raise are RuntimeErrors, but for ValueErrors
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArgumentTypeError",
     "CallError",
@@ -31,6 +34,7 @@ __all__ = [
     "ConfigError",
     "DeviceMapError",
     "FunctionNotFoundError",
+    "GroupCallError",
     "GroupError",
     "NotInitializedError",
     "PlacementError",
@@ -110,6 +114,33 @@ class WorkerDiedError(CallError):
 
     def __reduce__(self) -> tuple[type[WorkerDiedError], tuple[str, str, str]]:
         return type(self), (self.worker, self.cause, self.node)
+
+
+class GroupCallError(CallError):
+    """Some of the calls to the workers of a group failed.
+
+    Args:
+        group (str): its name.
+        errors (dict[str, BaseException]): of the calls that failed, by worker.
+        results (dict[str, object]): of the others.
+    """
+
+    def __init__(
+        self, group: str, errors: dict[str, BaseException], results: dict[str, object]
+    ) -> None:
+        self.group = group
+        self.errors = errors
+        self.results = results
+        count = len(errors) + len(results)
+        each = "".join(
+            f"\n  {name}: {type(error).__name__}: {error}" for name, error in errors.items()
+        )
+        super().__init__(
+            f"of {count} calls to workers of group {group!r}, {len(errors)} failed:{each}"
+        )
+
+    def __reduce__(self) -> tuple[type[GroupCallError], tuple[str, Any, Any]]:
+        return type(self), (self.group, self.errors, self.results)
 
 
 class FunctionNotFoundError(RpcError, AttributeError):

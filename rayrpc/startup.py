@@ -13,6 +13,7 @@ import torch
 
 from rayrpc import backend_registry
 from rayrpc._autograd.hook import GradContexts
+from rayrpc._autograd.no_contexts import NoContexts
 from rayrpc._observe.call_log import CallLog
 from rayrpc._observe.kineto import KinetoHook
 from rayrpc._observe.metrics import Metrics
@@ -129,6 +130,7 @@ def make_agent(
     settings: Settings,
     user_api: UserApi,
     environ: Mapping[str, str] | None = None,
+    is_default: bool = True,
 ) -> Agent:
     """Join the group that the options name, and return the agent, which serves once started.
 
@@ -140,6 +142,7 @@ def make_agent(
         settings: where the cluster is, and how long to wait.
         user_api: the functions that RRefs call.
         environ: default ``os.environ``.
+        is_default: the functions of ``rayrpc`` will mean the group.
 
     Raises:
         TypeError: the options are of another backend.
@@ -182,7 +185,7 @@ def make_agent(
         transport.close()
         raise
     extend_futures()
-    contexts = GradContexts()
+    contexts = GradContexts() if is_default else NoContexts(place.key)
     objects = open_objects(name, encode_stored, decode_stored)
     add_object_type(objects.type)
     agent = Agent(
@@ -196,15 +199,17 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
         objects,
     )
-    contexts.attach(agent)
+    if isinstance(contexts, GradContexts):
+        contexts.attach(agent)
     if settings.profile_calls:
         agent.hooks.append(KinetoHook(agent.callee.around))
     if settings.log_level == "DEBUG":
         agent.hooks.append(CallLog(agent))
     inspector = Inspector(agent, transport.is_hosted)
     agent.callee.inspect = inspector.answer
-    set_waits(inspector.waits_in_words)
-    agent.on_shutdown(lambda: set_waits(None))
+    if is_default:
+        set_waits(inspector.waits_in_words)
+        agent.on_shutdown(lambda: set_waits(None))
     agent.on_shutdown(watch_actor(functools.partial(_leave_drained, agent)))
     if collector := os.environ.get(TRACE_VARIABLE):
         _trace_run(agent, f"{key}:{snapshot.session}", collector)
@@ -223,7 +228,7 @@ def _leave_drained(agent: Agent) -> None:
     """Leave the group, once the calls that are under way have ended, but soon."""
     with contextlib.suppress(RpcError):
         agent.drain(DRAIN_SECONDS)
-    current.leave()
+    current.leave(agent)
 
 
 def _trace_run(agent: Agent, group: str, collector: str) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "call_without_context",
     "contexts",
     "find_context",
+    "in_context",
     "start_without_context",
 ]
 
@@ -355,6 +356,11 @@ class GradContexts(Hook):
         if node is not None:
             node.sender = sender
             context.receives[message_id] = node
+
+
+def in_context() -> bool:
+    """Tell whether this thread is in a context."""
+    return _thread.context is not None
 
 
 def contexts() -> GradContexts:

@@ -98,7 +98,7 @@ class Agent:
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )
         ids = IdSource(me.id, me.epoch)
-        self.rrefs = RRefContext(me.id, ids, make_handles(self), self._send_control)
+        self.rrefs = RRefContext(me.id, ids, make_handles(self), self._send_control, key)
         self._worker = Worker(
             self.info,
             snapshot.session,

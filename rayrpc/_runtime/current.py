@@ -1,8 +1,9 @@
-"""The agent of this process."""
+"""The agents of this process: the default group's, and those of other groups."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 
@@ -12,11 +13,16 @@ from rayrpc.errors import NotInitializedError
 
 __all__ = [
     "NOT_INITIALIZED",
+    "add",
+    "default",
+    "find",
     "get_agent",
     "has_left",
     "initialized_agent",
     "is_set",
     "leave",
+    "names",
+    "remove",
     "set_agent",
 ]
 
@@ -24,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
-_agent: Agent | None = None
-_forgets_after_fork = False
+_agent: Agent | None = None  # the default group's
+_others: dict[str, Agent] = {}  # by the names of their groups
 
 
 def is_set() -> bool:
@@ -61,23 +67,71 @@ def initialized_agent() -> Agent:
 
 
 def set_agent(agent: Agent | None) -> None:
-    """Make an agent, or none, the current one."""
-    global _agent, _forgets_after_fork
+    """Make an agent, or none, the default group's."""
+    global _agent
     _agent = agent
     set_home(agent)
-    if not _forgets_after_fork:
-        # a forked child has neither the agent's threads nor its connections
-        os.register_at_fork(after_in_child=lambda: set_agent(None))
-        _forgets_after_fork = True
-    atexit.unregister(leave)
-    if agent is not None:
-        atexit.register(leave)  # so it runs before what the transport's libraries registered
+    _register()
 
 
-def leave() -> None:
+def default() -> Agent | None:
+    """Return the default group's agent, if there is one."""
+    return _agent
+
+
+def add(agent: Agent) -> None:
+    """Add an agent of another group."""
+    _others[agent.key] = agent
+    _register()
+
+
+def remove(agent: Agent) -> None:
+    """Forget an agent of another group."""
+    if _others.get(agent.key) is agent:
+        del _others[agent.key]
+
+
+def find(group: str) -> Agent | None:
+    """Return the agent of a group that this process is in, if it is."""
+    return next((agent for agent in _agents() if agent.key == group), None)
+
+
+def names() -> list[str]:
+    """Return the names of the groups that this process is in."""
+    return [agent.key for agent in _agents()]
+
+
+def leave(agent: Agent) -> None:
     """Stop an agent that the program did not shut down: its threads must end before Ray's."""
-    if _agent is not None:
-        try:
-            _agent.shutdown()
-        except Exception:
-            logger.warning("could not leave the group at the end of the process", exc_info=True)
+    try:
+        agent.shutdown()
+    except Exception:
+        logger.warning("could not leave the group at the end of the process", exc_info=True)
+
+
+def _agents() -> list[Agent]:
+    return [*(agent for agent in (_agent,) if isinstance(agent, Agent)), *_others.values()]
+
+
+@functools.cache
+def _forget_after_fork() -> None:
+    # a forked child has neither the agents' threads nor their connections
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    _others.clear()
+    set_agent(None)
+
+
+def _register() -> None:
+    _forget_after_fork()
+    atexit.unregister(_leave_all)
+    if _agent is not None or _others:
+        atexit.register(_leave_all)  # so it runs before what the transport's libraries registered
+
+
+def _leave_all() -> None:
+    for agent in (_agent, *_others.values()):
+        if agent is not None:
+            leave(agent)

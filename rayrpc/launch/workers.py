@@ -27,7 +27,14 @@ from rayrpc.launch.placement import (
 from rayrpc.launch.program import Program
 from rayrpc.launch.starting import send_folder, start_hosted
 
-__all__ = ["WorkerGroup", "start_into", "start_with", "start_workers"]
+__all__ = [
+    "WorkerGroup",
+    "start_beside",
+    "start_into",
+    "start_with",
+    "start_workers",
+    "wanted_by",
+]
 
 LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
@@ -132,8 +139,6 @@ def start_workers(
 
     Source: rayrpc's own.
     """
-    if isinstance(names, str):
-        raise TypeError(f"names must be a list of worker names, got the string {names!r}")
     return start_with(config.settings(), names, resources, me)
 
 
@@ -155,6 +160,30 @@ def start_with(
     Raises:
         PlacementError, GroupError, ConfigError: see ``start_workers``.
     """
+    wanted = wanted_by(settings, names, resources)
+    if not current.is_set():
+        options = startup.default_options(settings)
+        options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
+        api.init_rpc(me, rpc_backend_options=options)
+    return start_beside(current.get_agent(), settings, wanted)
+
+
+def wanted_by(
+    settings: config.Settings,
+    names: Sequence[str],
+    resources: Mapping[str, float | Mapping[str, float]] | None,
+) -> dict[str, WorkerResources]:
+    """Return what workers ask for, by name; see ``start_workers``.
+
+    Args:
+        settings: of the workers.
+        names, resources: see ``start_workers``.
+
+    Raises:
+        PlacementError, ConfigError, TypeError: see ``start_workers``.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names must be a list of worker names, got the string {names!r}")
     for name in names:
         WorkerInfo(name, 0)  # checks it
     connect(settings)
@@ -162,11 +191,25 @@ def start_with(
     given = None if resources is None else WorkerResources(**values)
     wanted = {name: given or settings.resources_for(name) for name in names}
     check_placeable(wanted)
-    if not current.is_set():
-        options = startup.default_options(settings)
-        options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
-        api.init_rpc(me, rpc_backend_options=options)
-    agent = current.get_agent()
+    return wanted
+
+
+def start_beside(
+    agent: Agent, settings: config.Settings, wanted: dict[str, WorkerResources]
+) -> WorkerGroup:
+    """Start workers in the dynamic group of a worker of this process.
+
+    Args:
+        agent (Agent): of this process.
+        settings: of the workers.
+        wanted: by worker, what it asks for; see ``wanted_by``.
+
+    Returns:
+        WorkerGroup: of the new workers, which serve already.
+
+    Raises:
+        PlacementError, GroupError: see ``start_workers``.
+    """
     if agent.is_static_group:
         raise GroupError(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "

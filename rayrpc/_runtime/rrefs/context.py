@@ -100,6 +100,7 @@ class RRefContext:
         ids (IdSource): makes identities.
         make_handle (MakeHandle): makes handles.
         send_control (Callable): sends the pending messages for a worker; must not block.
+        group (str): names the group.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class RRefContext:
         ids: IdSource,
         make_handle: MakeHandle,
         send_control: Callable[[int], None],
+        group: str = "",
     ) -> None:
+        self.group = group
         self.new_id = ids.new  # for the RRefs and forks that this worker makes
         self._make_handle = make_handle
         self._send_control = send_control

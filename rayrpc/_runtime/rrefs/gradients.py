@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from rayrpc._runtime.rrefs.home import get_home
 from rayrpc._runtime.rrefs.reference import Reference
 from rayrpc.errors import RpcError
 
@@ -17,7 +16,7 @@ NO_CONTEXT = -1
 
 def run_backward(rref: Reference[Any], context_id: int, retain_graph: bool) -> None:
     """Run the backward pass from a value, at its owner; see ``RRef.backward``."""
-    api = get_home().user_api
+    api = rref._get_api()
     if not rref.is_owner():
         if context_id == NO_CONTEXT:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")

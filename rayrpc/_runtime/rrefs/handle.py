@@ -18,10 +18,11 @@ from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.rrefs.creation_site import users_line
-from rayrpc._runtime.rrefs.home import Home, get_home, is_home
+from rayrpc._runtime.rrefs.home import Home, get_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.serialization.codec import add_reducer
 from rayrpc._runtime.serialization.sessions import reduce_rref
+from rayrpc._runtime.user_api import UserApi
 from rayrpc.errors import CallTimeoutError, RpcError
 from rayrpc.options import UNSET_RPC_TIMEOUT, to_seconds
 
@@ -76,6 +77,13 @@ class RRef(Generic[T]):
             )
         cell = Cell(Value(value), users_line())
         self._fill(home, home.rrefs.new_id(), None, home.info, cell)
+
+    @classmethod
+    def _of(cls, home: Home, value: Any) -> RRef[Any]:
+        """Return an RRef to a value of a worker of this process."""
+        made = cls.__new__(cls)
+        made._fill(home, home.rrefs.new_id(), None, home.info, Cell(Value(value), users_line()))
+        return made
 
     def _fill(
         self,
@@ -196,7 +204,7 @@ class RRef(Generic[T]):
     def _check(self, action: str) -> None:
         if self._fork_id is not None and not self._home.rrefs.is_held(self._fork_id):
             lost = self._home.death_of_owner(self._owner)
-            if lost is not None and is_home(self._home):
+            if lost is not None and not self._home.has_left:
                 raise lost
             raise RpcError(
                 f"User RRef with RRefId={self._rref_id} and ForkId={self._fork_id} has been "
@@ -245,6 +253,9 @@ class RRef(Generic[T]):
             ``LazyRemote``: it is sent to other workers as a reference.
         """
         return self._home.user_api.lazy(self, timeout)
+
+    def _get_api(self) -> UserApi:
+        return self._home.user_api
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the type of the value, or a Future of it; asked for once."""
@@ -313,6 +324,8 @@ class RRef(Generic[T]):
 
     def _share(self, rrefs: RRefContext, to: int | None, into: list[Fork] | None = None) -> Fork:
         """Fork this RRef for a worker; see ``RRefContext.share``."""
+        if rrefs is not self._home.rrefs:
+            raise self._foreign(rrefs)
         if self._cell is not None:
             return rrefs.share_owned(self._rref_id, self._cell, to, into)
         assert self._fork_id is not None
@@ -326,10 +339,21 @@ class RRef(Generic[T]):
 
     def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
         """Lend this RRef to its owner; see ``RRefContext.lend``."""
+        if rrefs is not self._home.rrefs:
+            raise self._foreign(rrefs)
         if self._fork_id is None or not rrefs.is_counted(self._fork_id, to):
             return None
         failed = self._creation is not None and isinstance(self._creation.value, Error)
         return None if failed else self._rref_id
+
+    def _foreign(self, rrefs: RRefContext) -> RpcError:
+        """Return the error of a call of another group that has this RRef."""
+        if self._home.has_left:
+            return RpcError(f"{self} is of group {self._home.key!r}, which this worker has left")
+        return RpcError(
+            f"{self} is of group {self._home.key!r}, and cannot be sent in group {rrefs.group!r}: "
+            "send its value, or an ObjectRef of it (rref.object_ref())"
+        )
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""

@@ -12,7 +12,7 @@ from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.user_api import UserApi
 from rayrpc.errors import NotInitializedError, WorkerDiedError
 
-__all__ = ["Home", "NO_AGENT", "get_home", "is_home", "set_home"]
+__all__ = ["Home", "NO_AGENT", "get_home", "set_home"]
 
 
 # torch's text
@@ -36,6 +36,13 @@ class Fetcher(Protocol):
 
 class Home(Protocol):
     """What handles need of their worker; the agent is one."""
+
+    #: names its group
+    key: str
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left its group."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -74,18 +81,13 @@ _home: Home | None = None
 
 
 def set_home(home: Home | None) -> None:
-    """Make a worker, or none, this process's own; ``current.set_agent`` calls it."""
+    """Make a worker, or none, that of the default group; ``current.set_agent`` calls it."""
     global _home
     _home = home
 
 
-def is_home(home: Home) -> bool:
-    """Tell whether a worker is this process's own, and has not been shut down."""
-    return home is _home
-
-
 def get_home() -> Home:
-    """Return this process's worker.
+    """Return this process's worker in the default group.
 
     Raises:
         NotInitializedError: there is none.

@@ -11,7 +11,6 @@ from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import profiled_by_name
 from rayrpc._runtime.invocation import forwards
-from rayrpc._runtime.rrefs.home import get_home
 from rayrpc._runtime.rrefs.reference import Reference
 from rayrpc.functions import async_execution
 from rayrpc.options import UNSET_RPC_TIMEOUT
@@ -55,7 +54,7 @@ def _call_method(proxy: RRefProxy[Any], func_name: str, /, *args: Any, **kwargs:
         target = _target(kind, func_name)
         return rpc_api(rref.owner(), target, args=(rref, func_name, args, kwargs), timeout=timeout)
 
-    if rpc_api is not get_home().user_api.rpc_async:
+    if rpc_api is not rref._get_api().rpc_async:
         return call(rref._get_type(timeout=timeout))
     kind = rref._get_type(timeout=timeout, blocking=False)
     if kind.done():

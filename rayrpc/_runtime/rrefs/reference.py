@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar
 
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime.user_api import UserApi
 from rayrpc.options import UNSET_RPC_TIMEOUT
 
 __all__ = ["Reference"]
@@ -26,6 +27,9 @@ class Reference(Protocol[T_co]):
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """Return the value or a copy."""
+
+    def _get_api(self) -> UserApi:
+        """Return the functions that call workers of its group."""
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the type of the value, or a Future of it (torch's name)."""

@@ -1,0 +1,249 @@
+"""Groups beside the default one: ``init_group``, ``Group``, ``get_group``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import ray
+import targets
+import torch
+from conftest import eventually
+
+import rayrpc as rpc
+from rayrpc import autograd, errors
+
+WAIT = 60.0
+GROUP = f"keepers-{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def keepers(workers):
+    """A group with two workers of its own; the default one has alice and bob."""
+    group = rpc.init_group(GROUP, "me")
+    group.start_workers(["keeper0", "keeper1"])
+    yield group
+    group.shutdown()
+
+
+def _targets() -> Any:
+    """Return functions that go by value, as local ones: workers cannot import this module."""
+
+    def fail_at(name, value):
+        if rpc.get_worker_info().name == name:
+            raise KeyError(value)
+        return value
+
+    def die_at(name):
+        if rpc.get_worker_info().name == name:
+            os._exit(1)
+
+    def fetch(rrefs):
+        return [rref.to_here() for rref in rrefs]
+
+    return fail_at, die_at, fetch
+
+
+fail_at, die_at, fetch = _targets()
+
+
+class TestCalls:
+    def test_calls_go_to_the_workers_of_the_group(self, keepers):
+        assert keepers.rpc_sync("keeper0", targets.add, args=(1, 2)) == 3
+        assert keepers.rpc_async("keeper1", max, kwargs={}, args=(1, 2)).wait() == 2
+        assert keepers.remote("keeper1", torch.ones, args=(2,)).to_here().tolist() == [1, 1]
+        with pytest.raises(RuntimeError, match="alice"):
+            keepers.rpc_sync("alice", max, args=(1, 2))
+        with pytest.raises(RuntimeError, match="keeper0"):
+            rpc.rpc_sync("keeper0", max, args=(1, 2))
+        assert rpc.rpc_sync("alice", max, args=(1, 2)) == 2
+
+    def test_an_error_is_the_functions_own_and_timeouts_count(self, keepers):
+        with pytest.raises(ValueError, match="invalid literal"):
+            keepers.rpc_sync("keeper0", int, args=("x",))
+        with pytest.raises(errors.CallTimeoutError):
+            keepers.rpc_sync("keeper0", targets.nap, args=(5.0,), timeout=0.1)
+
+    def test_a_worker_of_the_group_has_it_as_its_default_one(self, keepers):
+        assert keepers.rpc_sync("keeper0", rpc.get_worker_info).name == "keeper0"
+        args = ("keeper1", max, (1, 2))
+        assert keepers.rpc_sync("keeper0", rpc.rpc_sync, args=args) == 2
+
+    def test_this_process_serves_the_calls_of_both_groups(self, keepers):
+        call = rpc.rpc_sync
+        assert keepers.rpc_sync("keeper0", call, args=("me", os.getpid)) == os.getpid()
+        assert rpc.rpc_sync("alice", call, args=("driver", os.getpid)) == os.getpid()
+
+    def test_both_groups_take_many_calls_at_once(self, keepers, quick_switches):
+        wrong = []
+
+        def call(group, to):
+            for number in range(100):
+                if group.rpc_sync(to, targets.add, args=(number, 1)) != number + 1:
+                    wrong.append(number)
+
+        pairs = [(keepers, "keeper0"), (rpc.get_group(), "alice"), (keepers, "me")]
+        threads = [threading.Thread(target=call, args=pair) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT)
+        assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+class TestNames:
+    def test_a_group_tells_who_is_in_it(self, keepers):
+        assert {info.name for info in keepers.workers()} == {"me", "keeper0", "keeper1"}
+        assert [info.name for info in keepers.workers("keeper[1-9]")] == ["keeper1"]
+        assert keepers.workers("Keeper*") == []
+        assert keepers.name == GROUP and keepers.me.name == "me"
+        assert keepers.get_worker_info("keeper1").name == "keeper1"
+        assert repr(keepers).startswith(f"<rayrpc group {GROUP!r}: me of me, keeper")
+
+    def test_groups_are_found_by_name(self, keepers):
+        assert rpc.get_group(GROUP).me == keepers.me
+        assert rpc.get_group().me == rpc.get_worker_info()
+        assert rpc.get_group(rpc.get_group().name).me.name == "driver"
+        with pytest.raises(errors.GroupError, match=f"not in group 'x', but in .*{GROUP!r}"):
+            rpc.get_group("x")
+
+    def test_a_process_joins_a_group_once(self, keepers):
+        for name in (GROUP, rpc.get_group().name):
+            with pytest.raises(errors.GroupError, match=f"is in group {name!r}"):
+                rpc.init_group(name, "again")
+
+    @pytest.mark.parametrize("arguments", [(1, "a"), ("a", None)])
+    def test_names_are_texts(self, workers, arguments):
+        with pytest.raises(TypeError, match="must be a str"):
+            rpc.init_group(*arguments)
+
+    def test_a_group_is_left_and_joined_again(self, keepers):
+        for _ in range(2):
+            group = rpc.init_group(f"{GROUP}-again", "me")
+            group.start_workers(["other"])
+            assert group.rpc_sync("other", max, args=(1, 2)) == 2
+            group.shutdown()
+            with pytest.raises(errors.GroupError, match="not in group"):
+                rpc.get_group(f"{GROUP}-again")
+        assert keepers.rpc_sync("keeper0", max, args=(1, 2)) == 2
+        assert rpc.rpc_sync("alice", max, args=(1, 2)) == 2
+
+
+class TestAll:
+    def test_results_are_by_name(self, keepers):
+        done = keepers.rpc_all("keeper*", torch.add, args=(torch.ones(1), 1))
+        assert {name: value.tolist() for name, value in done.wait().items()} == {
+            "keeper0": [2.0],
+            "keeper1": [2.0],
+        }
+        assert keepers.rpc_all("*", max, args=(1, 2)).wait().keys() == {"me", "keeper0", "keeper1"}
+
+    def test_failures_are_told_by_name(self, keepers):
+        done = keepers.rpc_all("keeper*", fail_at, args=("keeper1", 7))
+        with pytest.raises(errors.GroupCallError, match="keeper1: KeyError") as caught:
+            done.wait()
+        assert caught.value.results == {"keeper0": 7} and caught.value.group == GROUP
+        assert isinstance(caught.value.errors["keeper1"], KeyError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert str(again) == str(caught.value) and again.results == {"keeper0": 7}
+
+    def test_a_worker_that_dies_is_one_of_them(self, keepers):
+        keepers.start_workers(["mortal"])
+        done = keepers.rpc_all("*", die_at, args=("mortal",), timeout=WAIT)
+        with pytest.raises(errors.GroupCallError, match="1 failed") as caught:
+            done.wait()
+        assert isinstance(caught.value.errors["mortal"], errors.WorkerDiedError)
+        assert eventually(lambda: not keepers.workers("mortal"))
+
+    def test_none_that_matches_is_an_error_at_once(self, keepers):
+        with pytest.raises(errors.GroupError, match=r"matches 'x\*'; it has me, keeper."):
+            keepers.rpc_all("x*", max, args=(1, 2))
+
+
+class TestRRefs:
+    def test_their_methods_call_in_their_group(self, keepers):
+        rref = keepers.remote("keeper0", torch.ones, args=(3,))
+        assert rref.rpc_sync().sum().item() == 3
+        assert rref.rpc_async().sum().wait().item() == 3
+        assert rref.remote().sum().to_here().item() == 3
+        assert (rref.lazy() + 1).tolist() == [2, 2, 2]
+        assert keepers.rpc_sync("keeper1", fetch, args=([rref],))[0].tolist() == [1, 1, 1]
+
+    def test_a_value_of_this_process_becomes_one(self, keepers):
+        rref = keepers.rref([1, 2])
+        assert rref.is_owner() and rref.owner() == keepers.me
+        assert keepers.rpc_sync("keeper0", fetch, args=([rref],)) == [[1, 2]]
+
+    @pytest.mark.parametrize("is_owned", [False, True])
+    def test_another_groups_calls_refuse_them(self, keepers, is_owned):
+        default = rpc.get_group()
+        here = keepers.rref(1) if is_owned else keepers.remote("keeper0", max, args=(1, 2))
+        there = rpc.RRef(1) if is_owned else rpc.remote("alice", max, args=(1, 2))
+        for rref, group, to, other in (
+            (here, default, "alice", keepers),
+            (there, keepers, "keeper0", default),
+        ):
+            with pytest.raises(
+                RuntimeError, match=f"of group {other.name!r}.* in group {group.name!r}"
+            ):
+                group.rpc_sync(to, fetch, args=([rref],))
+            assert other.rpc_sync(other.workers()[-1], fetch, args=([rref],)) in ([1], [2])
+
+    def test_one_of_a_group_that_was_left_says_so(self, keepers):
+        group = rpc.init_group(f"{GROUP}-left", "me")
+        rref = group.rref(1)
+        group.shutdown()
+        with pytest.raises(RuntimeError, match="which this worker has left"):
+            rpc.rpc_sync("alice", fetch, args=([rref],))
+
+
+class TestAutograd:
+    def test_a_context_is_of_the_default_group(self, keepers):
+        x = torch.ones(2, requires_grad=True)
+        with autograd.context() as context:
+            with pytest.raises(errors.SerializationError, match="context of distributed autograd"):
+                keepers.rpc_sync("keeper0", torch.add, args=(x, 1))
+            plain = keepers.rpc_sync("keeper0", torch.add, args=(x.detach(), 1))
+            loss = (rpc.rpc_sync("alice", torch.mul, args=(x, 2)) * plain).sum()
+            autograd.backward(context, [loss])
+            assert autograd.get_gradients(context)[x].tolist() == [4.0, 4.0]
+        assert keepers.rpc_sync("keeper0", torch.add, args=(x, 1)).tolist() == [2.0, 2.0]
+
+
+def _in_a_task() -> Any:
+    """Return tasks; as local functions they go by value: Ray's workers lack this module."""
+
+    @ray.remote(num_cpus=0)
+    def take_part(group, rank):
+        made = rpc.init_group(group, f"rank{rank}", rank=rank, world_size=2)
+        total = made.rpc_sync(f"rank{1 - rank}", max, args=(rank, 5))
+        made.shutdown()
+        return total
+
+    @ray.remote(num_cpus=0)
+    def join_no_default(group):
+        made = rpc.init_group(group, "alone")
+        try:
+            rpc.rpc_sync("alone", max, args=(1, 2))
+        except RuntimeError as exc:
+            return str(exc), made.rpc_sync("alone", max, args=(1, 2))
+        finally:
+            made.shutdown()
+
+    return take_part, join_no_default
+
+
+take_part, join_no_default = _in_a_task()
+
+
+class TestProcesses:
+    def test_a_group_of_fixed_size_waits_for_all(self, ray_cluster):
+        tasks = [take_part.remote(f"{GROUP}-static", rank) for rank in (0, 1)]
+        assert ray.get(tasks, timeout=WAIT) == [5, 5]
+
+    def test_a_process_need_not_have_a_default_group(self, ray_cluster):
+        text, result = ray.get(join_no_default.remote(f"{GROUP}-alone"), timeout=WAIT)
+        assert "RPC has not been initialized" in text and result == 2
