@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
-    from rayrpc.groups import Group, get_group, init_group
+    from rayrpc.groups import Group, connect, get_group, init_group
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup, start_workers
@@ -48,6 +48,7 @@ __all__ = [
     "as_completed",
     "as_future",
     "configure",
+    "connect",
     "errors",
     "functions",
     "futures",
@@ -100,7 +101,7 @@ _HOMES = {
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
-    "rayrpc.groups": ("Group", "get_group", "init_group"),
+    "rayrpc.groups": ("Group", "connect", "get_group", "init_group"),
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),

@@ -10,6 +10,7 @@ import copy
 import fnmatch
 import functools
 import itertools
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,12 @@ from rayrpc import api, config
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.rendezvous import owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
+from rayrpc._transports import has_members
+from rayrpc._transports.process_origin import this_origin
 from rayrpc.errors import ArgumentTypeError, GroupCallError, GroupError, RpcError
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
 from rayrpc.options import (
@@ -30,9 +34,9 @@ from rayrpc.options import (
     TensorPipeRpcBackendOptions,
 )
 from rayrpc.rref_proxy import RRef
-from rayrpc.startup import default_options, make_agent
+from rayrpc.startup import GUEST, Role, default_options, make_agent
 
-__all__ = ["Group", "get_group", "init_group"]
+__all__ = ["Group", "connect", "get_group", "init_group"]
 
 # How long the deletion of RRefs may take when a worker leaves.
 DELETE_SECONDS = 10.0
@@ -72,16 +76,63 @@ def init_group(
 
     Source: rayrpc's own.
     """
-    for what, text in (("group", group), ("name", name)):
-        if not isinstance(text, str):
-            raise ArgumentTypeError(f"{what} must be a str, got {text!r}")
-    settings = config.settings()
-    options = copy.copy(rpc_backend_options or default_options(settings))
-    options.init_method = f"ray://{group}"
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"name must be a str, got {name!r}")
+    return _join(group, name, rank, world_size, rpc_backend_options, Role.WORKER)
+
+
+def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None = None) -> Group:
+    """Call the workers of a group, from a process that is not to be one of them.
+
+    The group's members come and go, and another program may have made it, on any host of the
+    cluster.  ``workers`` and ``rpc_all`` leave this process out.
+
+    Args:
+        group (str): its name.
+        rpc_backend_options (TensorPipeRpcBackendOptions, optional): see ``init_group``.
+
+    Returns:
+        Group: ``shutdown`` ends the connection.
+
+    Raises:
+        TypeError: ``group`` is no text.
+        RuntimeError: there is no such group on the cluster, or it is of fixed size, or this process
+            is in it.
+
+    Example:
+        >>> keepers = rpc.connect("keepers")
+        >>> keepers.rpc_sync("keeper0", torch.add, args=(torch.ones(1), 1))
+        tensor([2.])
+        >>> keepers.shutdown()
+
+    Source: rayrpc's own.
+    """
+    name = f"guest-{uuid.uuid4().hex[:12]}"
+    return _join(group, name, -1, None, rpc_backend_options, Role.GUEST)
+
+
+def _join(
+    group: str,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    given: TensorPipeRpcBackendOptions | None,
+    role: Role,
+) -> Group:
+    if not isinstance(group, str):
+        raise ArgumentTypeError(f"group must be a str, got {group!r}")
     if current.find(group) is not None:
         raise GroupError(f"this process is in group {group!r}: rpc.get_group({group!r}) returns it")
+    settings = config.settings()
+    if role is Role.GUEST and not has_members(settings, owned_key(group, this_origin())):
+        raise GroupError(
+            f"no group {group!r} with workers is on the cluster: start it, or give the address of "
+            "its cluster (rpc.configure(address=...)); `rayrpc status` shows the groups"
+        )
+    options = copy.copy(given or default_options(settings))
+    options.init_method = f"ray://{group}"
     users = _GroupApi()
-    agent = make_agent(name, rank, world_size, options, settings, users, is_default=False)
+    agent = make_agent(name, rank, world_size, options, settings, users, role=role)
     made = users.group = Group(agent)
     current.add(agent)  # in this order: the first call may come at once, and use the group itself
     agent.start()
@@ -141,11 +192,21 @@ class Group:
 
         Source: rayrpc's own; ``fnmatch``.
         """
-        infos = self._agent.get_worker_infos()
-        return [info for info in infos if fnmatch.fnmatchcase(info.name, pattern)]
+        return [
+            WorkerInfo(member.name, member.id)
+            for member in self._agent.members()
+            if fnmatch.fnmatchcase(member.name, pattern) and not member.extra.get(GUEST)
+        ]
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
-        """Return the WorkerInfo of a worker, or of this one; see ``rayrpc.get_worker_info``."""
+        """Return the WorkerInfo of a worker of the group, or of this one.
+
+        Args:
+            worker (str, optional): as for ``rayrpc.get_worker_info``.
+
+        Returns:
+            ``WorkerInfo``: the name and the id.
+        """
         return self._agent.get_worker_info(worker)
 
     # -- calls --------------------------------------------------------------------------------
@@ -158,7 +219,14 @@ class Group:
         kwargs: Kwargs = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Any:
-        """Run a function on a worker and return its result; see ``rayrpc.rpc_sync``."""
+        """Run a function on a worker of the group and return its result.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.rpc_sync``.
+
+        Returns:
+            The result of the function.
+        """
         return self._call("sync", to, func, args, kwargs, timeout)
 
     def rpc_async(
@@ -169,7 +237,14 @@ class Group:
         kwargs: Kwargs = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> Future[Any]:
-        """Run a function on a worker and return a Future at once; see ``rayrpc.rpc_async``."""
+        """Run a function on a worker of the group and return a Future of its result at once.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.rpc_async``.
+
+        Returns:
+            ``torch.futures.Future``: as that of ``rayrpc.rpc_async``.
+        """
         future: Future[Any] = self._call("future", to, func, args, kwargs, timeout)
         return future
 
@@ -181,7 +256,14 @@ class Group:
         kwargs: Kwargs = None,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> RRef[Any]:
-        """Run a function on a worker, which keeps the result; see ``rayrpc.remote``."""
+        """Run a function on a worker of the group, which keeps the result.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.remote``.
+
+        Returns:
+            ``RRef``: its methods call in this group.
+        """
         rref: RRef[Any] = self._call("remote", to, func, args, kwargs, timeout)
         return rref
 

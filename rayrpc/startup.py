@@ -7,6 +7,7 @@ import functools
 import os
 import uuid
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -39,12 +40,31 @@ from rayrpc.errors import ArgumentTypeError, RpcError
 from rayrpc.futures import extend_futures
 from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, validate_device_maps
 
-__all__ = ["TRACE_VARIABLE", "choose_backend", "default_options", "make_agent", "open_backend"]
+__all__ = [
+    "GUEST",
+    "Role",
+    "TRACE_VARIABLE",
+    "choose_backend",
+    "default_options",
+    "make_agent",
+    "open_backend",
+]
+
+#: marks the members that are guests, in ``Member.extra``
+GUEST = "guest"
 
 #: names the collector of a traced run: its Ray namespace, and its name
 TRACE_VARIABLE = "RAYRPC_INTERNAL_TRACE"
 # How long the calls of a worker may take to end whose actor Ray ends.
 DRAIN_SECONDS = 5.0
+
+
+class Role(Enum):
+    """What a process is in a group."""
+
+    DEFAULT = "the functions of rayrpc mean the group"
+    WORKER = "it is a worker of a group beside that one"
+    GUEST = "it calls the workers of a group, and is none itself"
 
 
 def default_options(settings: Settings) -> TensorPipeRpcBackendOptions:
@@ -130,7 +150,7 @@ def make_agent(
     settings: Settings,
     user_api: UserApi,
     environ: Mapping[str, str] | None = None,
-    is_default: bool = True,
+    role: Role = Role.DEFAULT,
 ) -> Agent:
     """Join the group that the options name, and return the agent, which serves once started.
 
@@ -142,7 +162,7 @@ def make_agent(
         settings: where the cluster is, and how long to wait.
         user_api: the functions that RRefs call.
         environ: default ``os.environ``.
-        is_default: the functions of ``rayrpc`` will mean the group.
+        role: of this process in the group.
 
     Raises:
         TypeError: the options are of another backend.
@@ -168,7 +188,10 @@ def make_agent(
                 node=transport.node,
                 pid=os.getpid(),
                 main=main_identity(),
-                extra=_devices_to_text(options),
+                extra={
+                    **_devices_to_text(options),
+                    **({GUEST: True} if role is Role.GUEST else {}),
+                },
                 origin=this_origin(),  # now: a program starts ranks while the first ones connect
                 named=is_name(place.key),
             ),
@@ -185,7 +208,7 @@ def make_agent(
         transport.close()
         raise
     extend_futures()
-    contexts = GradContexts() if is_default else NoContexts(place.key)
+    contexts = GradContexts() if role is Role.DEFAULT else NoContexts(place.key)
     objects = open_objects(name, encode_stored, decode_stored)
     add_object_type(objects.type)
     agent = Agent(
@@ -207,7 +230,7 @@ def make_agent(
         agent.hooks.append(CallLog(agent))
     inspector = Inspector(agent, transport.is_hosted)
     agent.callee.inspect = inspector.answer
-    if is_default:
+    if role is Role.DEFAULT:
         set_waits(inspector.waits_in_words)
         agent.on_shutdown(lambda: set_waits(None))
     agent.on_shutdown(watch_actor(functools.partial(_leave_drained, agent)))

@@ -247,3 +247,51 @@ class TestProcesses:
     def test_a_process_need_not_have_a_default_group(self, ray_cluster):
         text, result = ray.get(join_no_default.remote(f"{GROUP}-alone"), timeout=WAIT)
         assert "RPC has not been initialized" in text and result == 2
+
+
+class TestConnect:
+    def test_a_process_calls_workers_and_is_none_of_them(self, keepers):
+        pid, names, everyone = ray.get(ask_as_guest.remote(GROUP, "keeper0"), timeout=WAIT)
+        assert pid == keepers.rpc_sync("keeper0", os.getpid)
+        assert set(names) == set(everyone) == {"me", "keeper0", "keeper1"}
+        assert eventually(lambda: len(keepers._agent.members()) == 3)
+
+    def test_rrefs_and_callbacks_reach_a_guest(self, keepers):
+        assert ray.get(use_as_guest.remote(GROUP, "keeper0"), timeout=WAIT) == [3.0, 4.0]
+
+    def test_a_group_that_is_not_there_is_an_error_at_once(self, workers):
+        with pytest.raises(errors.GroupError, match="no group 'nobody' with workers"):
+            rpc.connect("nobody")
+
+    def test_a_member_need_not_connect(self, keepers):
+        with pytest.raises(errors.GroupError, match="get_group"):
+            rpc.connect(GROUP)
+
+
+def _guests() -> Any:
+    """Return tasks; as local functions they go by value."""
+
+    @ray.remote(num_cpus=0)
+    def ask_as_guest(group, to):
+        made = rpc.connect(group)
+        try:
+            everyone = made.rpc_all("*", max, args=(1, 2)).wait()
+            return made.rpc_sync(to, os.getpid), [w.name for w in made.workers()], list(everyone)
+        finally:
+            made.shutdown()
+
+    @ray.remote(num_cpus=0)
+    def use_as_guest(group, to):
+        made = rpc.connect(group)
+        try:
+            rref = made.remote(to, torch.ones, args=(3,))
+            mine = made.rref(torch.ones(4))
+            there = made.rpc_sync(to, lambda owned: owned.to_here().sum().item(), args=(mine,))
+            return [rref.rpc_sync().sum().item(), there]
+        finally:
+            made.shutdown()
+
+    return ask_as_guest, use_as_guest
+
+
+ask_as_guest, use_as_guest = _guests()

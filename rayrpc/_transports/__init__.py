@@ -35,7 +35,7 @@ from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["open_metrics", "open_objects", "open_transport", "watch_actor"]
+__all__ = ["has_members", "open_metrics", "open_objects", "open_transport", "watch_actor"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,25 @@ def open_objects(worker: str, encode: Encode, decode: Decode) -> Any:
     from rayrpc._transports.ray.objects import Codec, RayObjects
 
     return RayObjects(worker, Codec(encode, decode.__module__, decode.__qualname__))
+
+
+def has_members(settings: Settings, key: str) -> bool:
+    """Tell whether a group has members; connect to the cluster first.
+
+    Args:
+        settings (Settings): ``address`` and ``namespace``.
+        key (str): names the group.
+
+    Raises:
+        ClusterError: no Ray cluster can be reached or started.
+    """
+    from rayrpc._transports.ray.cluster import connect
+
+    connect(settings)
+    from rayrpc._transports.ray.inspection import describe
+
+    described = describe(key, settings.namespace)
+    return described is not None and any(described.sessions)
 
 
 def watch_actor(on_exit: Callable[[], None]) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
-from rayrpc.errors import GroupError
+from rayrpc.errors import GroupError, NotInitializedError
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
@@ -46,6 +46,7 @@ class WorkerGroup:
     ``len(group)`` is their number.
 
     Args:
+        agent (Agent): of this process, in their group.
         actors (dict[str, ActorHandle]): by worker.
         placed (dict): by worker, as ``placed_options`` returned them.
         output (Output): what they print.
@@ -65,10 +66,12 @@ class WorkerGroup:
 
     def __init__(
         self,
+        agent: Agent,
         actors: dict[str, ActorHandle[HostedWorker]],
         placed: dict[str, dict[str, Any]],
         output: Output,
     ) -> None:
+        self._agent = agent
         self._actors = actors
         self._placed = placed
         self._output = output
@@ -76,10 +79,12 @@ class WorkerGroup:
     def __getitem__(self, name: str) -> WorkerInfo:
         if name not in self._actors:
             raise KeyError(f"no worker {name!r} was started here; there are {list(self._actors)}")
-        return api.get_worker_info(name)
+        if self._agent.has_left:
+            raise NotInitializedError(current.NOT_INITIALIZED)
+        return self._agent.get_worker_info(name)
 
     def __iter__(self) -> Iterator[WorkerInfo]:
-        return (api.get_worker_info(name) for name in self._actors)
+        return (self[name] for name in self._actors)
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -88,9 +93,7 @@ class WorkerGroup:
         return f"WorkerGroup({', '.join(self._actors)})"
 
     def _repr_html_(self) -> str:
-        if not current.is_set():
-            return "<i>stopped</i>"
-        return str(current.get_agent()._repr_html_())
+        return "<i>stopped</i>" if self._agent.has_left else self._agent._repr_html_()
 
     def stop(self) -> None:
         """End these workers, and release their resources; later calls do nothing.
@@ -221,7 +224,7 @@ def start_beside(
     except BaseException:
         release_placement(placed)
         raise
-    group = WorkerGroup(actors, placed, output)
+    group = WorkerGroup(agent, actors, placed, output)
     agent.on_shutdown(group.stop)
     return group
 

@@ -88,8 +88,7 @@ class _Messages(NamedTuple):
     messages: tuple[Control, ...]
 
 
-# What the thread of a context is to do: delete a collected handle's fork, undo one not sent, ...
-_Task = HandleRef | Fork | _Messages
+_Task = HandleRef | Fork | _Messages  # for the thread of a context
 
 
 class RRefContext:
@@ -182,7 +181,6 @@ class RRefContext:
         """Fork ``rref`` for worker ``to``.
 
         Args:
-            rref: a handle.
             to: id of the worker; None: it is not known.
             into: takes the fork, also if an interrupt comes meanwhile.
 

@@ -21,9 +21,10 @@ from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.directory_answers import DIRECTORY_NAME, Description
 from rayrpc._transports.ray.endpoint import from_wire, to_wire
 
-__all__ = ["GroupAnswers", "ask_groups"]
+__all__ = ["GroupAnswers", "ask_groups", "describe"]
 
 NOBODY = -1  # for the id of a worker
+DESCRIBE_SECONDS = 10.0
 
 
 class GroupAnswers(NamedTuple):
@@ -40,6 +41,22 @@ class GroupAnswers(NamedTuple):
     key: str
     joining: Sequence[tuple[Member, Sequence[int]]]
     answers: Sequence[tuple[Member, bytes | str]]
+
+
+def describe(key: str, namespace: str) -> Description | None:
+    """Return who is in a group; None if there is none, or its directory does not answer.
+
+    Args:
+        key (str): names the group.
+        namespace (str): Ray namespace of its directory's name.
+    """
+    try:
+        directory = ray_api.get_actor(f"{DIRECTORY_NAME}{key}", namespace=namespace)
+        answer = ray_api.submit(directory.describe)
+        described: Description = ray_api.get(answer, timeout=DESCRIBE_SECONDS)
+        return described
+    except (ValueError, RayError):
+        return None
 
 
 def ask_groups(what: bytes, seconds: float) -> list[GroupAnswers]:
