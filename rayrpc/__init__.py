@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
-    from rayrpc.groups import Group, connect, get_group, init_group
+    from rayrpc.groups import Group, connect, get_group, init_group, start_workers
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
-    from rayrpc.launch.workers import WorkerGroup, start_workers
+    from rayrpc.launch.workers import WorkerGroup
     from rayrpc.objects import as_future, object_ref, rref
     from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -101,10 +101,10 @@ _HOMES = {
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
-    "rayrpc.groups": ("Group", "connect", "get_group", "init_group"),
+    "rayrpc.groups": ("Group", "connect", "get_group", "init_group", "start_workers"),
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
-    "rayrpc.launch.workers": ("WorkerGroup", "start_workers"),
+    "rayrpc.launch.workers": ("WorkerGroup",),
     "rayrpc.objects": ("as_future", "object_ref", "rref"),
     "rayrpc.observe": ("profile", "rrefs", "status"),
 }

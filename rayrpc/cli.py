@@ -93,7 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         help="end what `rayrpc up` keeps",
         description="End what `rayrpc up` keeps; if programs use it, when these have ended.",
     )
-    for command in (status, stack, up, down):
+    stop = commands.add_parser(
+        "stop",
+        help="end the workers of a group that outlive their program",
+        description="End the workers of a group that are actors, such as those that a program has "
+        "started with detached=True. The cluster is found as by `rayrpc status`.",
+    )
+    stop.add_argument("group", metavar="GROUP", help="the group's name")
+    for command in (status, stack, up, down, stop):
         _add_settings(command)
     for command in (status, stack):
         command.add_argument("--json", action="store_true", help="as JSON")
@@ -214,6 +221,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from rayrpc.launch import up  # loads Ray
 
             print(getattr(up, options.command)(settings))
+            return 0
+        if options.command == "stop":
+            from rayrpc.launch.detached import stop_group  # loads Ray
+
+            print(stop_group(settings, options.group))
             return 0
         if options.command != "run":
             return _show(options, settings)

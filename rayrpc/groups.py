@@ -26,8 +26,8 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
 from rayrpc._transports import has_members
 from rayrpc._transports.process_origin import this_origin
-from rayrpc.errors import ArgumentTypeError, GroupCallError, GroupError, RpcError
-from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
+from rayrpc.errors import ArgumentTypeError, ConfigError, GroupCallError, GroupError, RpcError
+from rayrpc.launch.workers import WorkerGroup, start_beside, start_with, wanted_by
 from rayrpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -36,7 +36,7 @@ from rayrpc.options import (
 from rayrpc.rref_proxy import RRef
 from rayrpc.startup import GUEST, Role, default_options, make_agent
 
-__all__ = ["Group", "connect", "get_group", "init_group"]
+__all__ = ["Group", "connect", "get_group", "init_group", "start_workers"]
 
 # How long the deletion of RRefs may take when a worker leaves.
 DELETE_SECONDS = 10.0
@@ -107,8 +107,76 @@ def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None 
 
     Source: rayrpc's own.
     """
-    name = f"guest-{uuid.uuid4().hex[:12]}"
-    return _join(group, name, -1, None, rpc_backend_options, Role.GUEST)
+    if not isinstance(group, str):
+        raise ArgumentTypeError(f"group must be a str, got {group!r}")
+    known = current.find(group) is not None  # that is an error, too
+    if not known and not has_members(config.settings(), owned_key(group, this_origin())):
+        raise GroupError(
+            f"no group {group!r} with workers is on the cluster: start it, or give the address of "
+            "its cluster (rpc.configure(address=...)); `rayrpc status` shows the groups"
+        )
+    return _join_as_guest(group, rpc_backend_options)
+
+
+def start_workers(
+    names: Sequence[str],
+    resources: Mapping[str, float | Mapping[str, float]] | None = None,
+    me: str = "driver",
+    group: str | None = None,
+    detached: bool = False,
+) -> WorkerGroup:
+    """Start workers that serve calls, as Ray actors, and join their group.
+
+    If RPC is not initialized in this process, it becomes a member of a new dynamic group; the
+    workers join that, or the dynamic group that this process is in.
+
+    Args:
+        names (list[str]): of the workers, unique in the group.
+        resources (dict, optional): what each asks Ray for: any of ``num_cpus``, ``num_gpus``,
+            ``memory`` (bytes) and ``resources`` (amounts by name); None: what the setting
+            ``workers`` says.
+        me (str): name of this process, if it is not in a group yet.
+        group (str, optional): name of the group that the workers join; this process connects to it
+            (see ``connect``) if it is not in it. Not given: the default group.
+        detached (bool): the workers outlive this program: others find them by ``connect``, and
+            ``rayrpc stop GROUP`` ends them. What they print is in Ray's logs.
+
+    Returns:
+        WorkerGroup: of the new workers, which serve already.
+
+    Raises:
+        PlacementError: a worker asks for resources that no node has, or that did not become free
+            in the seconds of the setting ``placement_timeout``.
+        GroupError: this process is in a group of fixed size, or a name is taken.
+        ConfigError: ``resources`` has a value that is not valid, or detached workers have no group.
+        TypeError: ``names`` is one string, or ``resources`` has an unknown key.
+
+    Example:
+        >>> rpc.start_workers(["keeper0", "keeper1"], group="keepers", detached=True)
+        WorkerGroup(keeper0, keeper1)
+
+    Source: rayrpc's own.
+    """
+    settings = config.settings()
+    if group is None:
+        if detached:
+            raise ConfigError(
+                "detached workers need a group that they are found by: give group=NAME"
+            )
+        return start_with(settings, names, resources, me)
+    wanted = wanted_by(settings, names, resources)
+    if current.find(group) is not None:
+        return start_beside(get_group(group)._agent, settings, wanted, detached)
+    guest = _join_as_guest(group)
+    try:
+        return start_beside(guest._agent, settings, wanted, detached)
+    except BaseException:
+        guest.shutdown(graceful=False)
+        raise
+
+
+def _join_as_guest(group: str, given: TensorPipeRpcBackendOptions | None = None) -> Group:
+    return _join(group, f"guest-{uuid.uuid4().hex[:12]}", -1, None, given, Role.GUEST)
 
 
 def _join(
@@ -124,11 +192,6 @@ def _join(
     if current.find(group) is not None:
         raise GroupError(f"this process is in group {group!r}: rpc.get_group({group!r}) returns it")
     settings = config.settings()
-    if role is Role.GUEST and not has_members(settings, owned_key(group, this_origin())):
-        raise GroupError(
-            f"no group {group!r} with workers is on the cluster: start it, or give the address of "
-            "its cluster (rpc.configure(address=...)); `rayrpc status` shows the groups"
-        )
     options = copy.copy(given or default_options(settings))
     options.init_method = f"ray://{group}"
     users = _GroupApi()
@@ -337,11 +400,12 @@ class Group:
         self,
         names: Sequence[str],
         resources: Mapping[str, float | Mapping[str, float]] | None = None,
+        detached: bool = False,
     ) -> WorkerGroup:
         """Start workers that join this group, which is their default one.
 
         Args:
-            names, resources: see ``rayrpc.start_workers``.
+            names, resources, detached: see ``rayrpc.start_workers``.
 
         Returns:
             WorkerGroup: of the new workers, which serve already and end with this process's
@@ -353,7 +417,8 @@ class Group:
         Source: rayrpc's own.
         """
         settings = config.settings()
-        return start_beside(self._agent, settings, wanted_by(settings, names, resources))
+        wanted = wanted_by(settings, names, resources)
+        return start_beside(self._agent, settings, wanted, detached)
 
     def shutdown(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         """Leave the group; see ``rayrpc.shutdown``.

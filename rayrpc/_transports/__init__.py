@@ -129,7 +129,7 @@ def has_members(settings: Settings, key: str) -> bool:
     """
     from rayrpc._transports.ray.cluster import connect
 
-    connect(settings)
+    connect(settings, starts=False)
     from rayrpc._transports.ray.inspection import describe
 
     described = describe(key, settings.namespace)

@@ -79,7 +79,10 @@ def _fits(demand: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> 
 
 
 def placed_options(
-    wanted: Mapping[str, WorkerResources], strategy: str | None, timeout: float
+    wanted: Mapping[str, WorkerResources],
+    strategy: str | None,
+    timeout: float,
+    detached: str = "",
 ) -> dict[str, dict[str, Any]]:
     """Reserve resources, and return Ray's options for each worker's actor.
 
@@ -88,6 +91,8 @@ def placed_options(
         strategy (str, optional): how to lay the workers out over the nodes; None: each by itself,
             with nothing reserved.
         timeout (float): how long to wait for resources that others hold, in seconds.
+        detached (str): the workers outlive this program, and the name of what is reserved begins
+            so; empty: they do not.
 
     Returns:
         Options by worker; give them to ``release_placement`` when the workers have ended.
@@ -104,11 +109,15 @@ def placed_options(
         }
         if want.memory is not None:
             options[worker]["memory"] = want.memory
+        if detached:
+            options[worker]["lifetime"] = "detached"
     if strategy is None:
         return options
     # Ray refuses an empty bundle, so a worker that asks for nothing gets a token amount
     bundles = [demands(want) or {"CPU": 0.001} for want in wanted.values()]
-    group = ray.util.placement_group(bundles, strategy=strategy)
+    lifetime = "detached" if detached else None
+    name = f"{detached}{uuid.uuid4().hex[:8]}" if detached else ""
+    group = ray.util.placement_group(bundles, strategy, name, lifetime)
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
         raise PlacementError(

@@ -54,11 +54,11 @@ def start_hosted(
 
 
 def _asks_for(options: Mapping[str, Any]) -> bool:
-    """Tell whether a worker asks for resources, or for a place other than this node."""
+    """Tell whether a worker asks for resources, a lifetime, or a place other than this node."""
     strategy = options.get("scheduling_strategy")
     is_here = strategy is None or getattr(strategy, "node_id", None) == this_node()
     amounts = (options.get(each) for each in ("num_cpus", "num_gpus", "resources", "memory"))
-    return not is_here or any(amounts)
+    return not is_here or any(amounts) or "lifetime" in options
 
 
 def send_folder(

@@ -145,6 +145,7 @@ class WorkerPool:
         for name, options in placed.items():
             options["scheduling_strategy"] = self._strategy(name, wanted[name])
         actors, output = start_into(self._agent, settings, wanted, placed)
+        assert output is not None  # as they are not detached
         with self._lock:
             if not self._stopped:
                 self._actors.update(actors)

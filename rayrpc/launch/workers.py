@@ -16,6 +16,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError, NotInitializedError
+from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
@@ -32,7 +33,6 @@ __all__ = [
     "start_beside",
     "start_into",
     "start_with",
-    "start_workers",
     "wanted_by",
 ]
 
@@ -40,7 +40,7 @@ LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
 
 class WorkerGroup:
-    """Workers that this process started, as ``start_workers`` returns them.
+    """Workers that this process started, as ``rayrpc.start_workers`` returns them.
 
     ``group[name]`` is the WorkerInfo of one, ``iter(group)`` yields those of all, and
     ``len(group)`` is their number.
@@ -49,7 +49,7 @@ class WorkerGroup:
         agent (Agent): of this process, in their group.
         actors (dict[str, ActorHandle]): by worker.
         placed (dict): by worker, as ``placed_options`` returned them.
-        output (Output): what they print.
+        output (Output, optional): what they print; None: Ray has it.
 
     Raises:
         KeyError: by ``group[name]``: no worker of this name was started here.
@@ -69,7 +69,7 @@ class WorkerGroup:
         agent: Agent,
         actors: dict[str, ActorHandle[HostedWorker]],
         placed: dict[str, dict[str, Any]],
-        output: Output,
+        output: Output | None,
     ) -> None:
         self._agent = agent
         self._actors = actors
@@ -103,46 +103,18 @@ class WorkerGroup:
         """
         actors, self._actors = self._actors, {}
         if not ray.is_initialized():  # Ray was shut down, and has ended them
-            self._output.close()
+            self._close_output()
             return
         refs = [actor.leave_group.remote() for actor in actors.values()]
         ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
         for actor in actors.values():
             ray.kill(actor)
         release_placement(self._placed)
-        self._output.close()
+        self._close_output()
 
-
-def start_workers(
-    names: Sequence[str],
-    resources: Mapping[str, float | Mapping[str, float]] | None = None,
-    me: str = "driver",
-) -> WorkerGroup:
-    """Start workers that serve calls, as Ray actors, and join their group.
-
-    If RPC is not initialized in this process, it becomes a member of a new dynamic group; the
-    workers join that, or the dynamic group that this process is in.
-
-    Args:
-        names (list[str]): of the workers, unique in the group.
-        resources (dict, optional): what each asks Ray for: any of ``num_cpus``, ``num_gpus``,
-            ``memory`` (bytes) and ``resources`` (amounts by name); None: what the setting
-            ``workers`` says.
-        me (str): name of this process, if it is not in a group yet.
-
-    Returns:
-        WorkerGroup: of the new workers, which serve already.
-
-    Raises:
-        PlacementError: a worker asks for resources that no node has, or that did not become free
-            in the seconds of the setting ``placement_timeout``.
-        GroupError: this process is in a group of fixed size, or a name is taken.
-        ConfigError: ``resources`` has a value that is not valid.
-        TypeError: ``names`` is one string, or ``resources`` has an unknown key.
-
-    Source: rayrpc's own.
-    """
-    return start_with(config.settings(), names, resources, me)
+    def _close_output(self) -> None:
+        if self._output is not None:
+            self._output.close()
 
 
 def start_with(
@@ -155,13 +127,13 @@ def start_with(
 
     Args:
         settings: of the workers, and of this process where it joins a group.
-        names, resources, me: see ``start_workers``.
+        names, resources, me: see ``rayrpc.start_workers``.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
 
     Raises:
-        PlacementError, GroupError, ConfigError: see ``start_workers``.
+        PlacementError, GroupError, ConfigError: see ``rayrpc.start_workers``.
     """
     wanted = wanted_by(settings, names, resources)
     if not current.is_set():
@@ -176,14 +148,14 @@ def wanted_by(
     names: Sequence[str],
     resources: Mapping[str, float | Mapping[str, float]] | None,
 ) -> dict[str, WorkerResources]:
-    """Return what workers ask for, by name; see ``start_workers``.
+    """Return what workers ask for, by name; see ``rayrpc.start_workers``.
 
     Args:
         settings: of the workers.
-        names, resources: see ``start_workers``.
+        names, resources: see ``rayrpc.start_workers``.
 
     Raises:
-        PlacementError, ConfigError, TypeError: see ``start_workers``.
+        PlacementError, ConfigError, TypeError: see ``rayrpc.start_workers``.
     """
     if isinstance(names, str):
         raise TypeError(f"names must be a list of worker names, got the string {names!r}")
@@ -198,7 +170,10 @@ def wanted_by(
 
 
 def start_beside(
-    agent: Agent, settings: config.Settings, wanted: dict[str, WorkerResources]
+    agent: Agent,
+    settings: config.Settings,
+    wanted: dict[str, WorkerResources],
+    detached: bool = False,
 ) -> WorkerGroup:
     """Start workers in the dynamic group of a worker of this process.
 
@@ -206,26 +181,31 @@ def start_beside(
         agent (Agent): of this process.
         settings: of the workers.
         wanted: by worker, what it asks for; see ``wanted_by``.
+        detached: they outlive this process, and what they print is left to Ray's logs.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
 
     Raises:
-        PlacementError, GroupError: see ``start_workers``.
+        PlacementError, GroupError: see ``rayrpc.start_workers``.
     """
     if agent.is_static_group:
         raise GroupError(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
         )
-    placed = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)
+    reserved_for = reservation_name(agent.key) if detached else ""
+    placed = placed_options(
+        wanted, settings.placement_strategy, settings.placement_timeout, reserved_for
+    )
     try:
-        actors, output = start_into(agent, settings, wanted, placed)
+        actors, output = start_into(agent, settings, wanted, placed, detached)
     except BaseException:
         release_placement(placed)
         raise
     group = WorkerGroup(agent, actors, placed, output)
-    agent.on_shutdown(group.stop)
+    if not detached:
+        agent.on_shutdown(group.stop)
     return group
 
 
@@ -234,7 +214,8 @@ def start_into(
     settings: config.Settings,
     wanted: Mapping[str, WorkerResources],
     placed: dict[str, dict[str, Any]],
-) -> tuple[dict[str, ActorHandle[HostedWorker]], Output]:
+    detached: bool = False,
+) -> tuple[dict[str, ActorHandle[HostedWorker]], Output | None]:
     """Start workers that join a dynamic group, and wait until they serve.
 
     Args:
@@ -242,9 +223,11 @@ def start_into(
         settings: of the workers.
         wanted: by worker, what it asks for.
         placed: by worker, as ``placed_options`` returned them.
+        detached: see ``start_beside``.
 
     Returns:
-        The actors by worker, and what they print; close that after they have ended.
+        The actors by worker, and what they print; close that after they have ended.  None: Ray has
+        it.
 
     Raises:
         PlacementError: a worker was not started in time; the others were ended.
@@ -255,11 +238,14 @@ def start_into(
     output: Output | None = None
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
-        output = Output(actors, settings, prefixed=True)
+        addresses: Mapping[str, str] = {}
+        if not detached:
+            output = Output(actors, settings, prefixed=True)
+            addresses = output.addresses
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [
-                actor.join_group.remote(name, method, output.addresses.get(name), folder)
+                actor.join_group.remote(name, method, addresses.get(name), folder)
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]
         )

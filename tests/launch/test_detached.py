@@ -1,0 +1,90 @@
+"""Workers that outlive their program: start_workers(detached=True), connect, rayrpc stop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import ray
+from conftest import ROOT, eventually, python_path
+
+import rayrpc as rpc
+from rayrpc import cli, errors
+
+WAIT = 60.0
+PROGRAM = """
+import sys
+import rayrpc as rpc
+
+if __name__ == "__main__":
+    names, group, strategy = sys.argv[1].split(","), sys.argv[2], sys.argv[3] or None
+    rpc.configure(placement_strategy=strategy)
+    started = rpc.start_workers(names, group=group, detached=True)
+    keepers = rpc.get_group(group)
+    keepers.rpc_sync(names[0], exec, args=("import targets; targets.shared['kept'] = 'state'",))
+    keepers.shutdown()
+"""
+
+
+@pytest.fixture
+def start(ray_cluster, tmp_path, request):
+    """Runs a program that starts detached workers in a group, and ends; returns the group."""
+    group = f"detached-{os.getpid()}-{request.node.name[-12:].strip('[]')}".replace(" ", "-")
+
+    def start(names, strategy=""):
+        script = tmp_path / "start.py"
+        script.write_text(PROGRAM)
+        subprocess.run(
+            [sys.executable, str(script), ",".join(names), group, strategy],
+            env={
+                **os.environ,
+                "RAYRPC_ADDRESS": ray_cluster,
+                "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
+            },
+            check=True,
+            timeout=WAIT,
+        )
+        return group
+
+    yield start
+    cli.main(["stop", group])
+
+
+def test_they_are_found_again_and_stopped(start, capsys):
+    group = start(["keeper0", "keeper1"])
+    keepers = rpc.connect(group)
+    try:
+        assert {info.name for info in keepers.workers()} == {"keeper0", "keeper1"}
+        state = "__import__('targets').shared.get('kept')"
+        kept = keepers.rpc_all("*", eval, args=(state,)).wait()
+        assert kept == {"keeper0": "state", "keeper1": None}
+        assert cli.main(["stop", group]) == 0
+        text = capsys.readouterr().out
+        assert f"group {group!r}: ended keeper0, keeper1; still in it: guest-" in text
+        assert eventually(lambda: not keepers.workers(), WAIT)
+        with pytest.raises(errors.WorkerDiedError, match="keeper0"):
+            keepers.rpc_sync("keeper0", max, args=(1, 2))
+    finally:
+        keepers.shutdown()
+    with pytest.raises(errors.GroupError, match="no group"):
+        rpc.connect(group)
+    assert cli.main(["stop", group]) == 2
+    assert "see `rayrpc status`" in capsys.readouterr().err
+
+
+def test_what_is_reserved_for_them_is_released_with_them(start):
+    def reserved():
+        table = ray.util.placement_group_table().values()
+        return [each["state"] for each in table if group in each["name"]]
+
+    group = start(["packed0", "packed1"], "PACK")
+    assert reserved() == ["CREATED"]
+    assert cli.main(["stop", group]) == 0
+    assert eventually(lambda: reserved() in ([], ["REMOVED"]), WAIT)
+
+
+def test_their_group_needs_a_name(ray_cluster):
+    with pytest.raises(errors.ConfigError, match="group=NAME"):
+        rpc.start_workers(["a"], detached=True)
