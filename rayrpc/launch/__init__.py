@@ -18,7 +18,8 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``child_ranks``: ranks that stay processes of torch's.
 - ``interrupt``: the end of a run by Ctrl-C.
 - ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.
-- ``workers``: ``start_workers``, for workers that only serve, in this process's group.
+- ``workers``: workers that only serve, in a group that this process is in, for ``start_workers``;
+  ``detached``: those that outlive their program, and ``rayrpc stop``.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.
 
@@ -26,7 +27,7 @@ Invariants:
 
 - What a worker has printed is shown, however the worker ends; what it prints faster waits.
 - Every worker is an actor named after it, unless it stood by, and ends with the process that
-  started it.
+  started it, unless it is detached.
 - A worker's process has the program's environment before it loads torch; one that stands by has
   that part of it which torch then reads.
 - A worker asks Ray for nothing unless the settings, or its caller, say so; a request that no node
