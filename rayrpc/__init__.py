@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
-    from rayrpc.groups import Group, connect, get_group, init_group, start_workers
+    from rayrpc.group import Group
+    from rayrpc.groups import connect, get_group, init_group, start_workers
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup
@@ -101,7 +102,8 @@ _HOMES = {
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
-    "rayrpc.groups": ("Group", "connect", "get_group", "init_group", "start_workers"),
+    "rayrpc.group": ("Group",),
+    "rayrpc.groups": ("connect", "get_group", "init_group", "start_workers"),
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup",),

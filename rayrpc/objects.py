@@ -56,7 +56,7 @@ def object_ref(future: Future[Any]) -> Any:
     if not isinstance(future, AnyFuture):
         raise ArgumentTypeError(f"object_ref takes a torch.futures.Future, got {future!r}")
     done: Promise[Outcome[Any]] = Promise()
-    agent = current.initialized_agent()
+    agent = current.any_agent()
     if future.done():
         done.set(attempt(future.wait))
     else:
@@ -113,7 +113,7 @@ def as_future(object_ref: Any) -> Future[Any]:
 
     Source: rayrpc's own; ``ray.ObjectRef.future``.
     """
-    agent = current.initialized_agent()
+    agent = current.any_agent()
     agent.objects.check(object_ref)
     future: Future[Any] = Future()
     agent.objects.when_ready(object_ref, lambda outcome: complete(future, outcome))

@@ -44,10 +44,19 @@ def _targets() -> Any:
     def fetch(rrefs):
         return [rref.to_here() for rref in rrefs]
 
-    return fail_at, die_at, fetch
+    def join_by_own_name(group):
+        return rpc.init_group(group, rpc.get_worker_info().name).me.name
+
+    def call_each_other(group):
+        return set(rpc.get_group(group).rpc_all("*", max, args=(1, 2)).wait())
+
+    def leave(group):
+        rpc.get_group(group).shutdown()
+
+    return fail_at, die_at, fetch, join_by_own_name, call_each_other, leave
 
 
-fail_at, die_at, fetch = _targets()
+fail_at, die_at, fetch, join_by_own_name, call_each_other, leave = _targets()
 
 
 class TestCalls:
@@ -229,7 +238,8 @@ def _in_a_task() -> Any:
         try:
             rpc.rpc_sync("alone", max, args=(1, 2))
         except RuntimeError as exc:
-            return str(exc), made.rpc_sync("alone", max, args=(1, 2))
+            ref = rpc.object_ref(made.rpc_async("alone", max, args=(1, 2)))
+            return str(exc), ray.get(ref), rpc.as_future(ref).wait()
         finally:
             made.shutdown()
 
@@ -240,13 +250,22 @@ take_part, join_no_default = _in_a_task()
 
 
 class TestProcesses:
+    def test_a_hosted_worker_may_be_in_another_group_too(self, keepers):
+        group = f"{GROUP}-both"
+        joined = keepers.rpc_all("keeper*", join_by_own_name, args=(group,), timeout=WAIT).wait()
+        assert joined == {"keeper0": "keeper0", "keeper1": "keeper1"}
+        calls = keepers.rpc_all("keeper*", call_each_other, args=(group,), timeout=WAIT).wait()
+        assert calls["keeper0"] == calls["keeper1"] == {"keeper0", "keeper1"}
+        keepers.rpc_all("keeper*", leave, args=(group,), timeout=WAIT).wait()
+        assert keepers.rpc_sync("keeper0", max, args=(1, 2)) == 2
+
     def test_a_group_of_fixed_size_waits_for_all(self, ray_cluster):
         tasks = [take_part.remote(f"{GROUP}-static", rank) for rank in (0, 1)]
         assert ray.get(tasks, timeout=WAIT) == [5, 5]
 
     def test_a_process_need_not_have_a_default_group(self, ray_cluster):
-        text, result = ray.get(join_no_default.remote(f"{GROUP}-alone"), timeout=WAIT)
-        assert "RPC has not been initialized" in text and result == 2
+        text, *results = ray.get(join_no_default.remote(f"{GROUP}-alone"), timeout=WAIT)
+        assert "RPC has not been initialized" in text and results == [2, 2]
 
 
 class TestConnect:

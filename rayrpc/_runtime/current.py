@@ -14,6 +14,7 @@ from rayrpc.errors import NotInitializedError
 __all__ = [
     "NOT_INITIALIZED",
     "add",
+    "any_agent",
     "default",
     "find",
     "get_agent",
@@ -64,6 +65,11 @@ def initialized_agent() -> Agent:
     if _agent is None:
         raise NotInitializedError(NOT_INITIALIZED)
     return _agent
+
+
+def any_agent() -> Agent:
+    """Return the agent of the default group, else that of another; see ``initialized_agent``."""
+    return next(iter(_others.values())) if _agent is None and _others else initialized_agent()
 
 
 def set_agent(agent: Agent | None) -> None:

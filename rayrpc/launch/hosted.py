@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from rayrpc import config
+from rayrpc._transports.ray.cluster import hold_local_cluster
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
 from rayrpc._transports.ray.raylet_watch import LOST_SECONDS, end_with_raylet
 from rayrpc.launch.capture import Capture
@@ -211,7 +212,12 @@ class HostedWorker:
 
     @ray.method(concurrency_group="main")
     def join_group(
-        self, name: str, init_method: str, collector: str | None, archive: Archive | None = None
+        self,
+        name: str,
+        init_method: str,
+        collector: str | None,
+        archive: Archive | None = None,
+        is_detached: bool = False,
     ) -> None:
         """Join a dynamic group, and serve its calls.
 
@@ -219,9 +225,12 @@ class HostedWorker:
             name (str): of this worker.
             init_method (str): names the group.
             collector (str, optional), archive (Archive, optional): see ``run``.
+            is_detached (bool): the worker outlives its program; a local cluster then stays, too.
         """
         self._start_capture(collector)
         self._enter_folder(archive)
+        if is_detached:
+            hold_local_cluster()
         from rayrpc import api, startup
         from rayrpc._runtime import current
 

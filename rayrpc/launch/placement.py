@@ -115,9 +115,10 @@ def placed_options(
         return options
     # Ray refuses an empty bundle, so a worker that asks for nothing gets a token amount
     bundles = [demands(want) or {"CPU": 0.001} for want in wanted.values()]
-    lifetime = "detached" if detached else None
-    name = f"{detached}{uuid.uuid4().hex[:8]}" if detached else ""
-    group = ray.util.placement_group(bundles, strategy, name, lifetime)
+    stays: dict[str, Any] = {}
+    if detached:
+        stays = {"name": f"{detached}{uuid.uuid4().hex[:8]}", "lifetime": "detached"}
+    group = ray.util.placement_group(bundles, strategy=strategy, **stays)
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
         raise PlacementError(

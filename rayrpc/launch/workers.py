@@ -245,7 +245,7 @@ def start_into(
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [
-                actor.join_group.remote(name, method, addresses.get(name), folder)
+                actor.join_group.remote(name, method, addresses.get(name), folder, detached)
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import ray
@@ -83,6 +85,31 @@ def test_what_is_reserved_for_them_is_released_with_them(start):
     assert reserved() == ["CREATED"]
     assert cli.main(["stop", group]) == 0
     assert eventually(lambda: reserved() in ([], ["REMOVED"]), WAIT)
+
+
+def test_they_keep_a_local_cluster_until_they_are_stopped(tmp_path):
+    environ = {name: text for name, text in os.environ.items() if not name.startswith("RAY")}
+    environ |= {"PYTHONPATH": python_path(ROOT, ROOT / "tests")}
+    with tempfile.TemporaryDirectory(prefix="rr-") as folder:
+        environ["RAY_TMPDIR"] = folder
+
+        def run(*words):
+            return subprocess.run(
+                [sys.executable, *words],
+                env=environ,
+                check=True,
+                timeout=WAIT,
+                capture_output=True,
+                text=True,
+            ).stdout
+
+        script = tmp_path / "start.py"
+        script.write_text(PROGRAM)
+        run(str(script), "keeper", "kept", "")
+        call = "rpc.connect('kept').rpc_sync('keeper', eval, args=('6 * 7',))"
+        assert run("-c", f"import rayrpc as rpc; print({call})") == "42\n"
+        assert run("-m", "rayrpc", "stop", "kept") == "group 'kept': ended keeper\n"
+        assert eventually(lambda: not list(Path(folder).glob("rayrpc-*/*.sock")), WAIT)
 
 
 def test_their_group_needs_a_name(ray_cluster):

@@ -39,6 +39,7 @@ from rayrpc.errors import ClusterError
 __all__ = [
     "connect",
     "control_service_answers",
+    "hold_local_cluster",
     "local_file",
     "locked",
     "on_local_cluster",
@@ -69,6 +70,7 @@ MAX_FOLDER_LENGTH = 107 - len(
 
 # Kept open for as long as this process needs its local cluster.
 _lease: socket.socket | None = None
+_held: socket.socket | None = None  # by a worker that outlives its program
 
 
 def connect(settings: Settings, starts: bool = True) -> None:
@@ -263,6 +265,21 @@ def local_file(settings: Settings, suffix: str) -> Path:
 def on_local_cluster() -> bool:
     """Tell whether this process is connected to a local cluster."""
     return _lease is not None
+
+
+def hold_local_cluster() -> None:
+    """Keep the local cluster, if this process runs on one, for as long as this process runs."""
+    global _held
+    import ray
+
+    address = READY + ray.get_runtime_context().gcs_address
+    for path in own_folder().glob("cluster-*.sock"):
+        if (lease := _open_lease(path)) is not None:
+            with contextlib.suppress(TimeoutError):  # it is just starting: another one
+                if _answer_of(lease, LOOK_SECONDS) == address:
+                    _held = lease
+                    return
+            lease.close()
 
 
 def other_local_clusters() -> list[str]:

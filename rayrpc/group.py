@@ -1,0 +1,291 @@
+"""A group of workers as an object, with the functions of ``rayrpc`` as methods."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from rayrpc import api, config
+from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
+from rayrpc._jit.lazy import LazyRemote
+from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import Args, Kwargs, To
+from rayrpc.errors import GroupCallError, GroupError, RpcError
+from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
+from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from rayrpc.rref_proxy import RRef
+from rayrpc.startup import GUEST
+
+__all__ = ["Group", "GroupApi"]
+
+# How long the deletion of RRefs may take when a worker leaves.
+DELETE_SECONDS = 10.0
+
+
+class Group:
+    """A group that this process is in; ``init_group`` and ``get_group`` return it.
+
+    Its methods ``rpc_sync``, ``rpc_async`` and ``remote`` are those of ``rayrpc``, on the workers
+    of this group.  RRefs of a group can be sent in its calls alone.
+
+    Args:
+        agent (Agent): of this process in the group.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self._agent.key
+
+    @property
+    def me(self) -> WorkerInfo:
+        """This process, as a worker of the group."""
+        return self._agent.info
+
+    def workers(self, pattern: str = "*") -> list[WorkerInfo]:
+        """Return the workers whose names match a pattern, by id.
+
+        Args:
+            pattern (str): as for files: ``*``, ``?``, ``[abc]``.
+
+        Source: rayrpc's own; ``fnmatch``.
+        """
+        return [
+            WorkerInfo(member.name, member.id)
+            for member in self._agent.members()
+            if fnmatch.fnmatchcase(member.name, pattern) and not member.extra.get(GUEST)
+        ]
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """Return the WorkerInfo of a worker of the group, or of this one.
+
+        Args:
+            worker (str, optional): as for ``rayrpc.get_worker_info``.
+
+        Returns:
+            ``WorkerInfo``: the name and the id.
+        """
+        return self._agent.get_worker_info(worker)
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def rpc_sync(
+        self,
+        to: To,
+        func: Any,
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Any:
+        """Run a function on a worker of the group and return its result.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.rpc_sync``.
+
+        Returns:
+            The result of the function.
+        """
+        return self._call("sync", to, func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: To,
+        func: Any,
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[Any]:
+        """Run a function on a worker of the group and return a Future of its result at once.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.rpc_async``.
+
+        Returns:
+            ``torch.futures.Future``: as that of ``rayrpc.rpc_async``.
+        """
+        future: Future[Any] = self._call("future", to, func, args, kwargs, timeout)
+        return future
+
+    def remote(
+        self,
+        to: To,
+        func: Any,
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRef[Any]:
+        """Run a function on a worker of the group, which keeps the result.
+
+        Args:
+            to, func, args, kwargs, timeout: as for ``rayrpc.remote``.
+
+        Returns:
+            ``RRef``: its methods call in this group.
+        """
+        rref: RRef[Any] = self._call("remote", to, func, args, kwargs, timeout)
+        return rref
+
+    def _call(
+        self, mode: str, to: To, func: Any, args: Args, kwargs: Kwargs, timeout: float
+    ) -> Any:
+        agent = self._agent
+        call = getattr(agent.caller, mode)
+        return call(
+            agent.lookup(to), api._prepare(func, args, kwargs), agent.resolve_timeout(timeout)
+        )
+
+    def rpc_all(
+        self,
+        pattern: str,
+        func: Callable[..., Any],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[dict[str, Any]]:
+        """Run a function on all workers whose names match, and return a Future of the results.
+
+        Args:
+            pattern (str): see ``workers``; this worker is called, too, if it matches.
+            func, args, kwargs, timeout: of each call; see ``rayrpc.rpc_sync``.
+
+        Returns:
+            ``torch.futures.Future``: of a dict, by name, once all calls have ended. If any has
+            failed, ``wait`` raises a ``GroupCallError``, which has the errors by name, and the
+            results of the others.
+
+        Raises:
+            GroupError: no worker matches.
+            SerializationError: an argument cannot be sent.
+
+        Source: rayrpc's own.
+        """
+        names = [info.name for info in self.workers(pattern)]
+        if not names:
+            there = ", ".join(info.name for info in self.workers())
+            raise GroupError(
+                f"no worker of group {self.name!r} matches {pattern!r}; it has {there}"
+            )
+        calls = {name: self.rpc_async(name, func, args, kwargs, timeout) for name in names}
+        result: Future[dict[str, Any]] = Future()
+        ended: dict[str, Outcome[Any]] = {}
+        count = itertools.count(1).__next__  # one step for Python: no lock is needed
+
+        def on_end(name: str, done: Future[Any]) -> None:
+            ended[name] = attempt(done.value)
+            if count() == len(calls):
+                complete(result, _joined(self.name, {each: ended[each] for each in names}))
+
+        for name, call in calls.items():
+            call.add_done_callback(functools.partial(on_end, name))
+        return result
+
+    def rref(self, value: Any) -> RRef[Any]:
+        """Return an RRef of this group to a value of this process.
+
+        Args:
+            value (object): the value.
+
+        Source: ``torch.distributed.rpc.RRef``.
+        """
+        return RRef._of(self._agent, value)
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def start_workers(
+        self,
+        names: Sequence[str],
+        resources: Mapping[str, float | Mapping[str, float]] | None = None,
+        detached: bool = False,
+    ) -> WorkerGroup:
+        """Start workers that join this group, which is their default one.
+
+        Args:
+            names, resources, detached: see ``rayrpc.start_workers``.
+
+        Returns:
+            WorkerGroup: of the new workers, which serve already and end with this process's
+            membership.
+
+        Raises:
+            PlacementError, GroupError, ConfigError, TypeError: see ``rayrpc.start_workers``.
+
+        Source: rayrpc's own.
+        """
+        settings = config.settings()
+        wanted = wanted_by(settings, names, resources)
+        return start_beside(self._agent, settings, wanted, detached)
+
+    def shutdown(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+        """Leave the group; see ``rayrpc.shutdown``.
+
+        Args:
+            graceful (bool): wait for calls under way, in a group of fixed size those of all
+                members, which have to call this, too; else leave at once.
+            timeout (float): of the wait, in seconds; 0: none.
+
+        Raises:
+            RuntimeError: calls did not end in time, or a member did not call this.
+        """
+        agent = self._agent
+        if agent is current.default():
+            api.shutdown(graceful, timeout)
+            return
+        try:
+            if graceful and not agent.has_left:
+                wait = agent.join if agent.is_static_group else agent.drain
+                wait(timeout=timeout)
+                agent.rrefs.delete_all(DELETE_SECONDS)
+                wait(timeout=timeout)
+        finally:
+            agent.shutdown()
+            current.remove(agent)
+
+    def __repr__(self) -> str:
+        names = ", ".join(info.name for info in self.workers())
+        return f"<rayrpc group {self.name!r}: {self.me.name} of {names}>"
+
+
+class GroupApi:
+    """The functions that RRefs of a group call; see ``UserApi``.
+
+    Its ``group`` is set once the agent is made, which has this.
+    """
+
+    group: Group
+
+    @property
+    def rpc_sync(self) -> Callable[..., Any]:
+        return self.group.rpc_sync
+
+    @property
+    def rpc_async(self) -> Callable[..., Any]:
+        return self.group.rpc_async
+
+    @property
+    def remote(self) -> Callable[..., Any]:
+        return self.group.remote
+
+    def lazy(self, rref: Any, timeout: float) -> Any:
+        return LazyRemote(rref, timeout)
+
+    def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
+        raise RpcError(
+            f"contexts of distributed autograd are of the default group, not of {self.group.name!r}"
+        )
+
+
+def _joined(group: str, ended: Mapping[str, Outcome[Any]]) -> Outcome[dict[str, Any]]:
+    """Return the outcome of calls, given theirs by name."""
+    results = {name: each.value for name, each in ended.items() if isinstance(each, Value)}
+    errors = {name: each.error for name, each in ended.items() if isinstance(each, Error)}
+    return Error(GroupCallError(group, errors, results)) if errors else Value(results)
