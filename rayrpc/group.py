@@ -14,6 +14,7 @@ from rayrpc import api, config
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
+from rayrpc._protocol.membership import GUEST
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
@@ -21,7 +22,6 @@ from rayrpc.errors import GroupCallError, GroupError, RpcError
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rayrpc.rref_proxy import RRef
-from rayrpc.startup import GUEST
 
 __all__ = ["Group", "GroupApi"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from rayrpc import config
 from rayrpc._protocol.rendezvous import owned_key
 from rayrpc._runtime import current
-from rayrpc._transports import has_members
+from rayrpc._transports import has_workers
 from rayrpc._transports.process_origin import this_origin
 from rayrpc.errors import ArgumentTypeError, ConfigError, GroupError
 from rayrpc.group import Group, GroupApi
@@ -92,7 +92,7 @@ def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None 
     if not isinstance(group, str):
         raise ArgumentTypeError(f"group must be a str, got {group!r}")
     known = current.find(group) is not None  # that is an error, too
-    if not known and not has_members(config.settings(), owned_key(group, this_origin())):
+    if not known and not has_workers(config.settings(), owned_key(group, this_origin())):
         raise GroupError(
             f"no group {group!r} with workers is on the cluster: start it, or give the address of "
             "its cluster (rpc.configure(address=...)); `rayrpc status` shows the groups"

@@ -24,7 +24,7 @@ from rayrpc._observe.slow_calls import SlowCalls
 from rayrpc._observe.stacks import set_waits
 from rayrpc._observe.trace import trace_until_shutdown
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.membership import Member
+from rayrpc._protocol.membership import GUEST, Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -41,7 +41,6 @@ from rayrpc.futures import extend_futures
 from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions, validate_device_maps
 
 __all__ = [
-    "GUEST",
     "Role",
     "TRACE_VARIABLE",
     "choose_backend",
@@ -49,9 +48,6 @@ __all__ = [
     "make_agent",
     "open_backend",
 ]
-
-#: marks the members that are guests, in ``Member.extra``
-GUEST = "guest"
 
 #: names the collector of a traced run: its Ray namespace, and its name
 TRACE_VARIABLE = "RAYRPC_INTERNAL_TRACE"

@@ -22,6 +22,7 @@ __all__ = [
     "Admitted",
     "Change",
     "Decision",
+    "GUEST",
     "Member",
     "Refused",
     "Session",
@@ -30,6 +31,10 @@ __all__ = [
     "not_unique",
     "rank_taken",
 ]
+
+
+#: marks a member that only calls the others, in its ``extra``
+GUEST = "guest"
 
 
 @dataclass(frozen=True)

@@ -29,13 +29,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayrpc._concurrency.outcome import Outcome
+from rayrpc._protocol.membership import GUEST
 from rayrpc._protocol.messages import Payload
 from rayrpc._protocol.metrics import Sink
 from rayrpc._protocol.transport import Directory, Transport
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
-__all__ = ["has_members", "open_metrics", "open_objects", "open_transport", "watch_actor"]
+__all__ = ["has_workers", "open_metrics", "open_objects", "open_transport", "watch_actor"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,8 +118,8 @@ def open_objects(worker: str, encode: Encode, decode: Decode) -> Any:
     return RayObjects(worker, Codec(encode, decode.__module__, decode.__qualname__))
 
 
-def has_members(settings: Settings, key: str) -> bool:
-    """Tell whether a group has members; connect to the cluster first.
+def has_workers(settings: Settings, key: str) -> bool:
+    """Tell whether a group has members that are no guests; connect to the cluster first.
 
     Args:
         settings (Settings): ``address`` and ``namespace``.
@@ -133,7 +134,9 @@ def has_members(settings: Settings, key: str) -> bool:
     from rayrpc._transports.ray.inspection import describe
 
     described = describe(key, settings.namespace)
-    return described is not None and any(described.sessions)
+    if described is None:
+        return False
+    return any(not each.extra.get(GUEST) for members in described.sessions for each in members)
 
 
 def watch_actor(on_exit: Callable[[], None]) -> Callable[[], None]:

@@ -14,6 +14,9 @@ from conftest import ROOT, eventually, python_path
 
 import rayrpc as rpc
 from rayrpc import cli, errors
+from rayrpc._protocol.rendezvous import owned_key
+from rayrpc._transports import has_workers
+from rayrpc._transports.process_origin import this_origin
 
 WAIT = 60.0
 PROGRAM = """
@@ -68,6 +71,7 @@ def test_they_are_found_again_and_stopped(start, capsys):
         assert eventually(lambda: not keepers.workers(), WAIT)
         with pytest.raises(errors.WorkerDiedError, match="keeper0"):
             keepers.rpc_sync("keeper0", max, args=(1, 2))
+        assert not has_workers(rpc.settings(), owned_key(group, this_origin()))  # but a guest
     finally:
         keepers.shutdown()
     with pytest.raises(errors.GroupError, match="no group"):
