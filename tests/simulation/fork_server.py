@@ -1,7 +1,8 @@
 """Run functions in forks of a process that has imported the simulator, torch and rayrpc.
 
 A fork begins within milliseconds, a new process with these imports after two seconds.  The server
-runs one function at a time, in a fork of its own, and ends with the process that started it.
+runs one function at a time, in a fork of its own, which it kills when nobody waits for the output
+any more, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import importlib
 import os
 import pickle
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +30,7 @@ START_SECONDS = 60.0
 END_SECONDS = 10.0
 CODE = "import sys; from simulation.fork_server import serve; serve(*sys.argv[1:])"
 POLL_SECONDS = 0.5
+WAIT_SECONDS = 0.01  # for the end of a fork, before it is looked for again
 RAN = b"\0ran"  # ends the output of a function that has returned
 
 
@@ -90,11 +94,22 @@ def serve(module: str, address: str, starter: str) -> None:
                 connection, _ = listener.accept()
                 with connection:
                     if child := os.fork():
-                        os.waitpid(child, 0)
+                        _wait(child, connection)
                     else:
                         listener.close()
                         _run(imported, connection)
                         os._exit(0)
+
+
+def _wait(child: int, connection: socket.socket) -> None:
+    """Wait until a fork has ended; kill it when the other side has closed the connection."""
+    poll = select.poll()
+    poll.register(connection, 0)  # tells the hang-up alone
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if poll.poll(1000 * WAIT_SECONDS):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
 
 
 def _run(module: object, connection: socket.socket) -> None:

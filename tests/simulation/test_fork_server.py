@@ -24,6 +24,12 @@ def test_an_error_has_its_traceback():
         output_of("builtins", "int", "x", timeout=SECONDS)
 
 
+def test_a_function_for_which_nobody_waits_any_more_is_ended():
+    with pytest.raises(TimeoutError):
+        output_of("time", "sleep", 2 * SECONDS, timeout=0.5)
+    assert output_of("time", "time", timeout=SECONDS) == ""  # after the other
+
+
 def test_the_end_of_the_process_is_an_error():
     with pytest.raises(AssertionError, match="_exit: its process ended"):
         output_of("os", "_exit", 0, timeout=SECONDS)
