@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import ray
@@ -9,17 +10,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from rayrpc import config
-from rayrpc._protocol.membership import Member
 from rayrpc._protocol.rendezvous import owned_key
 from rayrpc._transports.process_origin import this_origin
-from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.inspection import describe
 from rayrpc.errors import GroupError
+from rayrpc.launch.starting import end_hosted
 
 __all__ = ["reservation_name", "stop_group"]
-
-LEAVE_SECONDS = 5.0  # to leave the group
 
 
 def reservation_name(group: str) -> str:
@@ -46,39 +44,26 @@ def stop_group(settings: config.Settings, group: str) -> str:
     members = [] if described is None else [each for one in described.sessions for each in one]
     if not members:
         raise GroupError(f"no group {group!r} of yours is on the cluster: see `rayrpc status`")
-    actors = [(member, _actor(member)) for member in members]
-    hosted = {member.name: actor for member, actor in actors if actor is not None}
-    left = [_text(member) for member, actor in actors if actor is None]
-    leaving = [ray_api.submit(actor.leave_group) for actor in hosted.values()]
-    if leaving:
-        ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_SECONDS)
-    for actor in hosted.values():
-        ray.kill(actor)
+    hosted: dict[str, Any] = {}
+    left = []
+    for member in members:
+        with contextlib.suppress(ValueError):  # it has just ended
+            actor = member.address.find()
+            if hasattr(actor, "leave_group"):
+                hosted[member.name] = actor
+            else:  # a process of some program, with a relay
+                left.append(f"{member.name} (process {member.pid} on {member.node})")
+    end_hosted(hosted.values())
     _release(reservation_name(group))
     ended = f"ended {', '.join(sorted(hosted))}" if hosted else "no worker of it is an actor"
     others = f"; still in it: {', '.join(left)}" if left else ""
     return f"group {group!r}: {ended}{others}"
 
 
-def _actor(member: Member) -> Any:
-    """Return the actor of a hosted worker; None: the worker is a process of some program."""
-    try:
-        actor = member.address.find()
-    except ValueError:  # it has just ended
-        return None
-    return actor if hasattr(actor, "leave_group") else None
-
-
-def _text(member: Member) -> str:
-    return f"{member.name} (process {member.pid} on {member.node})"
-
-
 def _release(prefix: str) -> None:
     """Release what is reserved under names that begin so."""
     for text, entry in ray.util.placement_group_table().items():
         if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
-            try:
+            with contextlib.suppress(RayError):  # someone else has
                 number = ray.PlacementGroupID(bytes.fromhex(text))
                 ray.util.remove_placement_group(PlacementGroup(number))
-            except RayError:  # someone else has
-                continue

@@ -1,15 +1,16 @@
-"""Start the actors of workers, and send them the program's folder."""
+"""Start the actors of workers, send them the program's folder, and end them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from rayrpc import config
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import on_local_cluster
 from rayrpc.launch.folder import Archive, pack
 from rayrpc.launch.hosted import CONCURRENCY_GROUPS, HostedWorker
@@ -17,9 +18,11 @@ from rayrpc.launch.placement import named, this_node
 from rayrpc.launch.program import Program
 from rayrpc.launch.standby import take
 
-__all__ = ["send_folder", "start_hosted"]
+__all__ = ["end_hosted", "send_folder", "start_hosted"]
 
 logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
 # The folder that was sent last, by Ray job and content.
 _sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}
@@ -51,6 +54,19 @@ def start_hosted(
         or actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
         for worker, options in placed.items()
     }
+
+
+def end_hosted(actors: Collection[ActorHandle[HostedWorker]]) -> None:
+    """End workers; they have 5 seconds to leave their group.
+
+    Args:
+        actors: the workers.
+    """
+    leaving = [ray_api.submit(actor.leave_group) for actor in actors]
+    if leaving:
+        ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_SECONDS)
+    for actor in actors:
+        ray.kill(actor)
 
 
 def _asks_for(options: Mapping[str, Any]) -> bool:

@@ -25,12 +25,12 @@ from rayrpc.errors import PlacementError
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
+from rayrpc.launch.starting import end_hosted
 from rayrpc.launch.workers import start_into
 
 __all__ = ["OWNER", "WorkerPool", "count_cpus"]
 
 OWNER = "owner"  # name, in the pools' group, of the process that started the workers
-LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
 
 def count_cpus() -> int:
@@ -198,11 +198,7 @@ class WorkerPool:
             self._node_of.pop(name, None)
         if not ray.is_initialized():  # Ray was shut down, and has ended them
             return
-        refs = [actor.leave_group.remote() for actor in actors]
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
-        for actor in actors:
-            ray.kill(actor)
+        end_hosted(actors)
         self._close_outputs(names)
 
     def _close_outputs(self, names: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from rayrpc.launch.placement import (
     wait_placed,
 )
 from rayrpc.launch.program import Program
-from rayrpc.launch.starting import send_folder, start_hosted
+from rayrpc.launch.starting import end_hosted, send_folder, start_hosted
 
 __all__ = [
     "WorkerGroup",
@@ -35,8 +35,6 @@ __all__ = [
     "start_with",
     "wanted_by",
 ]
-
-LEAVE_SECONDS = 5.0  # to leave the group, and to send the rest of the output
 
 
 class WorkerGroup:
@@ -105,10 +103,7 @@ class WorkerGroup:
         if not ray.is_initialized():  # Ray was shut down, and has ended them
             self._close_output()
             return
-        refs = [actor.leave_group.remote() for actor in actors.values()]
-        ray.wait(refs, num_returns=len(refs), timeout=LEAVE_SECONDS)
-        for actor in actors.values():
-            ray.kill(actor)
+        end_hosted(actors.values())
         release_placement(self._placed)
         self._close_output()
 
