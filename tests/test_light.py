@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import ray
 import targets
-from conftest import ROOT
+from conftest import ROOT, eventually
 
 import rayrpc as rpc
 from rayrpc._protocol.group import Group
@@ -84,18 +85,19 @@ def test_the_actors_beside_the_workers_do_not_load_torch(ray_cluster):
 def test_a_relay_starts_when_its_worker_has_joined(ray_cluster):
     transport, directory = open_transport(rpc.settings(), "light-gate", "early", "gate-token")
     try:
-        answer = transport.address.find().give.remote([])
-        assert ray.wait([answer], timeout=2)[0] == []
         member = Member("gate-token", "early", -1, address=transport.address, pid=os.getpid())
         assert directory.join(member, timeout=60).me.name == "early"
-        assert ray.get(answer, timeout=60) is None
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            transport.address.find()
+        transport.start(lambda frame, may_block=True: frame, lambda worker_id: None)
+        assert ray.get(transport.address.find().give.remote([]), timeout=60) is None
     finally:
         directory.close()
         directory.leave()
         transport.close()
 
 
-def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
+def test_a_worker_that_is_refused_is_not_waited_for(ray_cluster):
     settings = rpc.settings()
     opened = [open_transport(settings, "light-refused", "twin", f"twin-{i}") for i in range(2)]
     try:
@@ -106,10 +108,11 @@ def test_a_relay_whose_worker_is_refused_does_not_stay(ray_cluster):
         opened[0][1].join(first, timeout=60)
         with pytest.raises(RuntimeError, match="twin"):
             opened[1][1].join(second, timeout=60)
-        relay = opened[1][0].address.find()
-        opened[1][0].close()
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(relay.give.remote([]), timeout=60)
+        directory: Any = opened[1][1]
+        ask = directory._actor.__ray_call__.remote
+        assert eventually(
+            lambda: ray.get(ask(lambda self: set(self._watched)), timeout=60) == {"twin-0"}
+        )
     finally:
         for transport, directory in opened:
             directory.close()

@@ -70,10 +70,8 @@ def open_transport(
     from rayrpc._transports.ray.transport import RayTransport
 
     directory = RayDirectory(key, settings.namespace, settings.peer_timeout)
-    # Each actor's process costs Ray nearly a second of CPU. Joining needs the directory only: it
-    # starts first, and the relays when the group is complete.
     directory.reach(settings.init_timeout)
-    transport = RayTransport(worker, token, settings.namespace, lambda: directory.decided(token))
+    transport = RayTransport(worker, token, settings.namespace)
     if settings.transport == "ray":
         return transport, directory
     if through_client():

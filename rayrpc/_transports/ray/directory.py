@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -68,6 +68,8 @@ REBUILD_SECONDS = 5.0
 
 # Pause before an endpoint is watched again.
 WATCH_RETRY_SECONDS = 0.2
+# How often the endpoint of a member that has just joined is looked for.
+ENDPOINT_POLL_SECONDS = 0.02
 
 
 class DirectoryActor:
@@ -84,7 +86,7 @@ class DirectoryActor:
         self._peer_timeout = peer_timeout
         self._secret = os.urandom(32)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}  # undecided, by token
-        self._decided: dict[str, asyncio.Event] = {}  # by token, while a relay waits for it
+        self._unwatched: dict[str, asyncio.Event] = {}  # by token, until the endpoint is watched
         self._applied = AppliedVersions()
         # by session and barrier: what its members have reported there
         self._barriers: dict[tuple[int, str], asyncio.Future[dict[str, Any] | SharedReports]] = {}
@@ -115,8 +117,15 @@ class DirectoryActor:
         """Return the address of this actor's host, once it runs."""
         return str(ray.util.get_node_ip_address())
 
-    async def join(self, member: Member) -> Snapshot | SharedSnapshot | str:
+    async def join(
+        self, member: Member, process: Sequence[Any] = ()
+    ) -> Snapshot | SharedSnapshot | str:
         """Decide on a join.
+
+        Args:
+            member: that wants to join.
+            process: an ObjectRef of ``watched``, which the member's process owns, and which Ray
+                fails if that dies; an attached worker has no endpoint yet that could be watched.
 
         Returns:
             The snapshot, once the member is admitted and the others know it; or why it is refused.
@@ -130,7 +139,7 @@ class DirectoryActor:
             again = Snapshot(session.number, me, members, session.version, self._secret)
             return self._shared(again)
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
-        self._start(self._watch(member))
+        self._start(self._watch(member, process))
         await self._learn_raylets(member.node)
         await self._settle(self._group.join(member))
         if member.token in self._group.pending:
@@ -182,11 +191,9 @@ class DirectoryActor:
         await self._learn_raylets(member.node)
         return Restored(*answer)
 
-    async def decided(self, token: str) -> None:
-        """Return when the member is admitted or refused, or was removed."""
-        event = self._decided.setdefault(token, asyncio.Event())
-        await event.wait()
-        self._decided.pop(token, None)
+    async def watched(self, token: str) -> None:
+        """Return when the member's endpoint is watched, or it is no member."""
+        await self._unwatched.setdefault(token, asyncio.Event()).wait()
 
     async def withdraw(self, token: str) -> tuple[list[int], str]:
         """Cancel a join that took too long.
@@ -306,10 +313,11 @@ class DirectoryActor:
 
     async def _settle(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            self._set_decided(decision.token)
             answer = self._joins.pop(decision.token, None)
+            admitted = isinstance(decision, Admitted)
+            if not admitted:
+                self._set_watched(decision.token)  # it will have no endpoint
             if answer is not None and not answer.done():
-                admitted = isinstance(decision, Admitted)
                 answer.set_result(decision.snapshot if admitted else decision.reason)  # type: ignore[union-attr]
         if decisions:
             async with self._changed:
@@ -348,15 +356,20 @@ class DirectoryActor:
             if session.is_over:
                 del self._barriers[session.number, tag]
 
-    async def _watch(self, member: Member) -> None:
-        """Remove a member when it leaves or dies."""
+    async def _watch(self, member: Member, process: Sequence[Any] = ()) -> None:
+        """Remove a member when it leaves or dies.
+
+        Args:
+            member: whom to watch.
+            process: see ``join``.
+        """
         if member.token in self._watched:
             return
         self._watched.add(member.token)
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                actor = await loop.run_in_executor(None, member.address.find)
+                actor = await self._endpoint(member, process)
+                self._set_watched(member.token)
                 # `ps` shows it in the process's title while the worker is a member
                 await actor.watch.options(name=member.name).remote(member.token)
                 kind, cause = "left", ""
@@ -369,6 +382,34 @@ class DirectoryActor:
                 kind, cause = "died", cause_of(exc)
             break
         await self._remove(member.token, kind, cause)
+
+    async def _endpoint(self, member: Member, process: Sequence[Any]) -> Any:
+        """Return the handle of a member's endpoint; wait for one that is not started yet.
+
+        Args:
+            member: whose.
+            process: see ``join``.
+
+        Raises:
+            ValueError: it has ended.
+            RayError: the member's process has died.
+        """
+        loop = asyncio.get_running_loop()
+        alive = [asyncio.wrap_future(reference.future()) for reference in process]
+        answer = self._joins.get(member.token)
+        while True:
+            try:
+                return await loop.run_in_executor(None, member.address.find)
+            except ValueError:
+                for future in alive:
+                    if future.done():
+                        future.result()
+                if not alive or all(future.done() for future in alive):
+                    raise
+            if answer is not None and not answer.done():
+                await asyncio.wait([*alive, answer], return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await asyncio.wait(alive, timeout=ENDPOINT_POLL_SECONDS)
 
     async def _learn_raylets(self, host: str) -> None:
         """Have the port of a host's raylet at hand: once it is silent, Ray may not tell it."""
@@ -391,16 +432,17 @@ class DirectoryActor:
                     if member.node == host:
                         await self._remove(member.token, "died", cause)
 
-    def _set_decided(self, token: str) -> None:
-        if token in self._decided:
-            self._decided[token].set()
+    def _set_watched(self, token: str) -> None:
+        event = self._unwatched.pop(token, None)
+        if event is not None:
+            event.set()
 
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
         session = self._group.find(token)
         if self._group.remove(token, kind, cause) and kind == "died":
             self._any_died = True
             self._expelled[token] = cause
-        self._set_decided(token)
+        self._set_watched(token)
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")

@@ -131,14 +131,13 @@ class RayDirectory(Directory):
                 "with `ray list actors` whether the Ray cluster is out of memory or of processes."
             ) from None
 
-    def decided(self, token: str) -> Any:
-        """Return an ObjectRef that is ready when the directory has decided on a join."""
-        return ray_api.submit(self._actor.decided, token)
-
     def join(self, member: Member, timeout: float) -> Snapshot:
         self._worker = member.name
         try:
-            answer = self._call(lambda actor: actor.join.remote(member), timeout)
+            answer = self._call(
+                lambda actor: actor.join.remote(member, [actor.watched.remote(member.token)]),
+                timeout,
+            )
         except GetTimeoutError:
             raise self._incomplete(member, timeout) from None
         if isinstance(answer, str):

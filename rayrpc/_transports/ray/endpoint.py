@@ -40,6 +40,7 @@ from rayrpc._transports.serving import ServingThreads
 from rayrpc.errors import CallError
 
 __all__ = [
+    "ATTACH_SECONDS",
     "Address",
     "DEFERRED",
     "EndpointServer",

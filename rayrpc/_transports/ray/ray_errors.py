@@ -17,7 +17,7 @@ def cause_of(error: BaseException) -> str:
     text = " ".join(_plain(error).split())
     if "Ray has not been started" in text:
         return "Ray was shut down in this process; call rpc.shutdown() before ray.shutdown()"
-    if "owner has died" in text:
+    if "owner has died" in text or "owner has exited" in text:
         return "its process died, or exited without shutdown()"
     if "ray.kill" in text:
         return "it was ended by ray.kill or by the process that started it"

@@ -7,9 +7,13 @@ back:
                                                                  the peer's handle returns
 
 A call is HELD (the relay's thread waits for the result, and returns it) while threads are free,
-and else DEFERRED (the callee calls the caller's ``deliver``).
+and else DEFERRED (the callee calls the caller's ``deliver``), as soon as the process has its frame.
 
 An exchange whose connection breaks is repeated under its number, and returns the same frames.
+
+Ray starts a relay again that dies.  The calls that it held have then failed for their callers, as
+have those whose frames the process did not get; its first exchange tells the process, whose late
+replies may be lost.
 
 At most two exchanges are open: while one thread of the process runs the calls that its exchange
 returned, the exchange of another waits in the relay for the next calls.
@@ -20,6 +24,7 @@ Torch is never imported here.
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 
@@ -31,21 +36,28 @@ from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
 __all__ = ["RELAY_GROUPS", "Relay"]
 
-# Threads by concurrency group. The last free thread of "rpc" never holds a call.
+# Threads by concurrency group.
 RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4, "inspect": 1}
+# How many threads of "rpc" hold calls at most; the others defer them.
+MAX_HELD = 12
 
 # How many frames an exchange returns at most.
 MAX_ITEMS = 64
 DRAIN_POLL_SECONDS = 0.002
 
 
-class _HeldCall:
-    """A peer's call that waits in the relay for its reply."""
+#: "call", the number of the held call (None: deferred) and its frame; "reply", the id of the
+#: process's own call and its frame; or "restarted"
+Item = tuple[str, int | None, Wire]
+
+
+class _WaitingCall:
+    """A peer's call that waits in the relay: for its reply, or until the process has its frame."""
 
     __slots__ = ("done", "wire")
 
     def __init__(self) -> None:
-        self.done = threading.Lock()  # released when the reply is there
+        self.done = threading.Lock()  # released when the wait is over
         self.done.acquire()
         self.wire: Wire = None
 
@@ -53,11 +65,12 @@ class _HeldCall:
 class _Exchange:
     """An exchange, which may be repeated."""
 
-    __slots__ = ("items", "lock")
+    __slots__ = ("deferred", "items", "lock")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.items: list[tuple[str, int | None, Wire]] | None = None  # once it has returned
+        self.items: list[Item] | None = None  # once it has returned
+        self.deferred: list[_WaitingCall] = []  # of ``items``
 
 
 class Relay:
@@ -65,22 +78,24 @@ class Relay:
 
     Args:
         worker (str): the name of the process's worker.
-        joined (None): an ObjectRef that is ready when the worker has joined its group; Ray starts
-            no actor before its arguments are ready.
         plain (bool): the process uses Ray Client.
     """
 
-    def __init__(self, worker: str, joined: None, plain: bool) -> None:
+    def __init__(self, worker: str, plain: bool) -> None:
         end_with_raylet()
         self._worker = worker
         self._plain = plain
-        self._incoming: queue.SimpleQueue[tuple[str, int | None, Wire]] = queue.SimpleQueue()
-        self._held: dict[int, _HeldCall] = {}
-        self._count = 0  # held calls so far
+        # what the process will get; and the call that waits until it has
+        self._incoming: queue.SimpleQueue[tuple[Item, _WaitingCall | None]] = queue.SimpleQueue()
+        self._held: dict[int, _WaitingCall] = {}
+        # number of the last held call; no relay that was there before has used the next ones
+        self._number = random.getrandbits(60)
         self._exchanges: dict[int, _Exchange] = {}  # not known to have arrived; by number
         self._busy = 0  # held calls now
         self._lock = threading.Lock()
         self._watch = LivenessWatch()
+        if _was_restarted():
+            self._incoming.put((("restarted", None, b""), None))
 
     def __repr__(self) -> str:
         return f"rayrpc.Relay({self._worker})"
@@ -89,26 +104,27 @@ class Relay:
     def handle(self, wire: Wire) -> Wire:
         """Pass a peer's frame to the process; return its reply, or DEFERRED."""
         with self._lock:
-            if self._busy >= RELAY_GROUPS["rpc"] - 1:
-                held = None
-            else:
+            is_held = self._busy < MAX_HELD
+            if is_held:
                 self._busy += 1
                 number, held = self._hold()
         wire = passed_on(wire, self._plain)
-        if held is None:
-            self._incoming.put(("call", None, wire))
+        if not is_held:
+            deferred = _WaitingCall()
+            self._incoming.put((("call", None, wire), deferred))
+            deferred.done.acquire()
             return DEFERRED
-        self._incoming.put(("call", number, wire))
+        self._incoming.put((("call", number, wire), None))
         held.done.acquire()
         with self._lock:
             self._busy -= 1
         return held.wire
 
-    def _hold(self) -> tuple[int, _HeldCall]:
+    def _hold(self) -> tuple[int, _WaitingCall]:
         """Add a held call, with the lock held; return its number, too."""
-        self._count += 1
-        held = self._held[self._count] = _HeldCall()
-        return self._count, held
+        self._number += 1
+        held = self._held[self._number] = _WaitingCall()
+        return self._number, held
 
     @ray.method(concurrency_group="inspect")
     def inspect(self, wire: Wire, seconds: float) -> Wire:
@@ -120,20 +136,20 @@ class Relay:
         """
         with self._lock:
             number, held = self._hold()
-        self._incoming.put(("call", number, passed_on(wire, self._plain)))
+        self._incoming.put((("call", number, passed_on(wire, self._plain)), None))
         if not held.done.acquire(timeout=seconds):
             self._held.pop(number, None)
         return held.wire
 
-    @ray.method(concurrency_group="system")
+    @ray.method(concurrency_group="system", max_task_retries=-1)
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Pass the late reply to a call of the process."""
-        self._incoming.put(("reply", call_id, passed_on(wire, self._plain)))
+        self._incoming.put((("reply", call_id, passed_on(wire, self._plain)), None))
 
     @ray.method(concurrency_group="poll")
     def exchange(
         self, number: int, arrived: list[int], results: list[tuple[int, Wire]]
-    ) -> list[tuple[str, int | None, Wire]]:
+    ) -> list[Item]:
         """Take results of the process; wait for frames for it.
 
         Args:
@@ -142,27 +158,28 @@ class Relay:
             results: replies by the number of the held call.
 
         Returns:
-            Per frame: "call" and the number of the held call (None: deferred), or "reply" and the
-            id of the process's own call; and the frame.
+            Frames, each as an ``Item``.
         """
         self._forget(arrived)
         exchange = self._exchanges.setdefault(number, _Exchange())
         self._complete(results)
         with exchange.lock:
             if exchange.items is None:
-                exchange.items = self._take()
+                taken = self._take()
+                exchange.deferred = [call for _, call in taken if call is not None]
+                exchange.items = [item for item, _ in taken]
             return exchange.items
 
-    def _take(self) -> list[tuple[str, int | None, Wire]]:
-        items = [self._incoming.get()]
-        while len(items) < MAX_ITEMS:
+    def _take(self) -> list[tuple[Item, _WaitingCall | None]]:
+        taken = [self._incoming.get()]
+        while len(taken) < MAX_ITEMS:
             try:
-                items.append(self._incoming.get_nowait())
+                taken.append(self._incoming.get_nowait())
             except queue.Empty:
                 break
-        return items
+        return taken
 
-    @ray.method(concurrency_group="system")
+    @ray.method(concurrency_group="poll")
     def note_arrived(self, numbers: list[int]) -> None:
         """Forget the frames of exchanges: they have arrived."""
         self._forget(numbers)
@@ -187,7 +204,9 @@ class Relay:
 
     def _forget(self, exchanges: list[int]) -> None:
         for number in exchanges:
-            self._exchanges.pop(number, None)
+            exchange = self._exchanges.pop(number, None)
+            for call in exchange.deferred if exchange is not None else ():
+                call.done.release()
 
     def _complete(self, results: list[tuple[int, Wire]]) -> None:
         for number, wire in results:
@@ -195,3 +214,11 @@ class Relay:
             if held is not None:
                 held.wire = passed_on(wire)
                 held.done.release()
+
+
+def _was_restarted() -> bool:
+    """Tell whether this is an actor that Ray has started before."""
+    if not ray.is_initialized():  # it is no actor
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)

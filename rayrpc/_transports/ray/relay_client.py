@@ -8,7 +8,8 @@ Each thread that polls is in one of two states:
 A thread serves the last frame of an exchange itself, and takes its result along with its next
 exchange.  If no thread exchanges while it serves, it starts another, so that the relay never waits.
 
-Each exchange has a number, under which it is repeated if its connection breaks.
+Each exchange has a number, under which it is repeated if its connection breaks, or if the relay
+dies: Ray starts it again.  What the process has not got from it by then is lost.
 
 Results that no exchange takes along are sent by one thread at a time:
 
@@ -34,6 +35,7 @@ from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Deferred, Serve, served
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.endpoint import Wire, from_wire
+from rayrpc._transports.ray.relay import Item
 from rayrpc._transports.serving import ServingThreads
 
 __all__ = ["PollSchedule", "RelayClient", "ResultQueue"]
@@ -118,6 +120,8 @@ class RelayClient:
         threads (ThreadCache): poll, serve and send.
         on_reply (Callable): called with the id and the late reply of a call of this process.
         send_reply (Callable): sends the reply to a deferred call: the request, then the reply.
+        on_restarted (Callable): called when the relay was started again, and late replies may be
+            lost.
     """
 
     def __init__(
@@ -127,12 +131,14 @@ class RelayClient:
         threads: ThreadCache,
         on_reply: Callable[[int, Wire], None],
         send_reply: Callable[[Frame, Frame], None],
+        on_restarted: Callable[[], None],
     ) -> None:
         self._relay = relay
         self._to_wire = to_wire
         self._threads = threads
         self._on_reply = on_reply
         self._send_reply = send_reply
+        self._on_restarted = on_restarted
         self._serve: Serve | None = None
         self._schedule = PollSchedule()
         self._results = ResultQueue()
@@ -206,6 +212,8 @@ class RelayClient:
                 return
             results.clear()
             arrived = [number]
+            if any(kind == "call" and held is None for kind, held, _ in items):
+                ray_api.submit(self._relay.note_arrived, arrived)  # their callers wait for it
             self._serving.begin()  # until the results are sent
             self._has_polled = True
             if self._schedule.end() and not self._closed:
@@ -222,7 +230,7 @@ class RelayClient:
 
     def _exchange(
         self, number: int, arrived: list[int], results: list[Result]
-    ) -> list[tuple[str, int | None, Wire]] | None:
+    ) -> list[Item] | None:
         """Send results and wait for frames; return None if there will be none.
 
         Args:
@@ -237,7 +245,7 @@ class RelayClient:
             return ref
 
         try:
-            items: list[tuple[str, int | None, Wire]] = self._ask(exchange)
+            items: list[Item] = self._ask(exchange)
             return items
         except RayActorError:
             if not self._closed:
@@ -283,13 +291,16 @@ class RelayClient:
 
     # -- serving ------------------------------------------------------------------------------
 
-    def _serve_all(self, items: list[tuple[str, int | None, Wire]], results: list[Result]) -> None:
+    def _serve_all(self, items: list[Item], results: list[Result]) -> None:
         """Serve frames, the last one in this thread; add its result, if it has one now."""
         last = len(items) - 1
         for position, (kind, number, wire) in enumerate(items):
             if kind == "reply":
                 assert number is not None
                 self._on_reply(number, wire)
+            elif kind == "restarted":
+                logger.warning("the relay of this worker died, and was started again")
+                self._on_restarted()
             elif position < last:
                 self._threads.submit(functools.partial(self._serve_and_send, number, wire))
             else:

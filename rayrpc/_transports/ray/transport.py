@@ -19,6 +19,7 @@ from ray.exceptions import (
     RayError,
 )
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error, Outcome, Value
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
@@ -28,6 +29,7 @@ from rayrpc._transports.expected_replies import ExpectedReplies
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.endpoint import (
+    ATTACH_SECONDS,
     DEFERRED,
     Address,
     Wire,
@@ -38,7 +40,7 @@ from rayrpc._transports.ray.endpoint import (
 from rayrpc._transports.ray.ray_errors import translate
 from rayrpc._transports.ray.relay import RELAY_GROUPS, Relay
 from rayrpc._transports.ray.relay_client import RelayClient
-from rayrpc.errors import CallError, WorkerDiedError
+from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 __all__ = ["RayTransport"]
 
@@ -46,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # How long a closing worker waits until its last replies are sent.
 CLOSE_SECONDS = 1.0
+# How often the endpoint of a worker that has just joined is looked for.
+FIND_SECONDS = 0.02
 
 
 class _RayPending(Pending):
@@ -99,15 +103,12 @@ class RayTransport(Transport):
         worker (str): name of this worker.
         token (str): of its membership.
         namespace (str): Ray namespace of the endpoints' names.
-        joined (Callable): returns an ObjectRef; the relay, if one is needed, starts when it is
-            ready, and calls to the relay wait until then.
     """
 
     name = "ray"
 
-    def __init__(
-        self, worker: str, token: str, namespace: str, joined: Callable[[], Any] = lambda: None
-    ) -> None:
+    def __init__(self, worker: str, token: str, namespace: str) -> None:
+        self._worker = worker
         self._token = token
         self._closed = False
         self._find: Callable[[int], Member | None] = lambda _: None
@@ -121,26 +122,22 @@ class RayTransport(Transport):
         self._plain = through_client()
         endpoint = hosted_endpoint()
         self._hosted = endpoint and endpoint.reserve()
-        if self._hosted is not None:
-            self._address = Address(self._hosted.name, namespace)
-        else:
-            self._address = Address(f"{worker}#{token}", namespace)
-            relay = self._start_relay(worker, joined())
-            self._relay = RelayClient(
-                relay, self._to_wire, self._threads, self.on_reply, self.send_reply
-            )
+        self._relay: RelayClient | None = None  # once an attached worker has started
+        name = f"{worker}#{token}" if self._hosted is None else self._hosted.name
+        self._address = Address(name, namespace)
 
-    def _start_relay(self, worker: str, joined: Any) -> Any:
+    def _start_relay(self) -> Any:
         options: dict[str, Any] = {}
         if not self._plain:
             # on this process's node, so that the relay dies with it
             options["scheduling_strategy"] = ray_api.on_this_node(soft=False)
         remote: Any = ray.remote
-        shown = type(f"{worker} (relay)", (Relay,), {})  # `ps` shows the name of the class
-        relay = remote(num_cpus=0, concurrency_groups=RELAY_GROUPS)(shown)
+        # `ps` shows the name of the class
+        shown = type(f"{self._worker} (relay)", (Relay,), {})
+        relay = remote(num_cpus=0, max_restarts=-1, concurrency_groups=RELAY_GROUPS)(shown)
         name, namespace = self._address
         return relay.options(name=name, namespace=namespace, **options).remote(
-            worker, joined, self._plain
+            self._worker, self._plain
         )
 
     @property
@@ -168,7 +165,24 @@ class RayTransport(Transport):
         if self._hosted is not None:
             self._hosted.attach(self)
         else:
+            # only now: its process costs nearly a second of CPU, which joining workers need
+            self._relay = RelayClient(
+                self._start_relay(),
+                self._to_wire,
+                self._threads,
+                self.on_reply,
+                self.send_reply,
+                self._on_relay_restarted,
+            )
             self._relay.start(serve)
+
+    def _on_relay_restarted(self) -> None:
+        self._replies.fail(
+            CallLostError(
+                f"The relay of RPC worker {self._worker!r} died, and the reply to a call with it: "
+                "whether the function ran is not known. Call again if it may run twice."
+            )
+        )
 
     def call(self, peer: Member, frame: Frame) -> Pending:
         frame.begin_to_send()
@@ -214,13 +228,18 @@ class RayTransport(Transport):
         return pending
 
     def _handle(self, peer: Member) -> Any:
-        """Return the handle of a peer's endpoint."""
+        """Return the handle of a peer's endpoint; wait for a relay that is just starting."""
         handle = self._handles.get(peer.token)
-        if handle is None:
+        deadline = Deadline(ATTACH_SECONDS)
+        while handle is None:
             try:
                 handle = self._handles[peer.token] = peer.address.find()
             except ValueError:
-                raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
+                now = self._find(peer.id)
+                is_member = now is not None and now.token == peer.token
+                if not is_member or deadline.expired or self._closed:
+                    raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
+                time.sleep(FIND_SECONDS)
         return handle
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
@@ -247,7 +266,7 @@ class RayTransport(Transport):
     def flush_replies(self, timeout: float) -> None:
         if self._hosted is not None:
             self._hosted.flush_replies(timeout)
-        elif ray.is_initialized():
+        elif self._relay is not None and ray.is_initialized():
             self._relay.flush_replies(timeout)
 
     def close(self) -> None:
@@ -258,7 +277,7 @@ class RayTransport(Transport):
         if self._hosted is not None:
             self._hosted.detach()
             self._hosted.watch.release(self._token)
-        elif ray.is_initialized():
+        elif self._relay is not None and ray.is_initialized():
             self._relay.close(self._token, CLOSE_SECONDS)
         self._threads.close()
 

@@ -93,7 +93,7 @@ def test_no_result_is_lost_or_sent_twice(quick_switches):
 
 class TestExchange:
     def test_one_that_is_repeated_returns_the_same_frames(self):
-        relay: Any = Relay("alice", None, False)
+        relay: Any = Relay("alice", False)
         for number in (1, 2):
             relay.deliver(number, number)
         first = relay.exchange(1, [], [])
@@ -105,7 +105,7 @@ class TestExchange:
         assert not relay._exchanges
 
     def test_one_that_is_repeated_while_it_waits_gets_the_frames_of_the_first(self):
-        relay: Any = Relay("alice", None, False)
+        relay: Any = Relay("alice", False)
         with ThreadPoolExecutor(2) as threads:
             twice = [threads.submit(relay.exchange, 1, [], []) for _ in range(2)]
             relay.deliver(7, 7)
@@ -125,7 +125,8 @@ class TestFaults:
     def client(self, threads, monkeypatch):
         monkeypatch.setattr(relay_client, "FAULT_SECONDS", 0.01)
         relay: Any = SimpleNamespace(exchange=None, give=SimpleNamespace(remote=list))
-        return RelayClient(relay, to_wire, threads, lambda *_: None, lambda *_: None)
+        ignore = [lambda *_: None] * 3
+        return RelayClient(relay, to_wire, threads, *ignore)
 
     def test_an_error_in_a_poller_leaves_another_and_its_results(self, client):
         given: queue.SimpleQueue[Any] = queue.SimpleQueue()
