@@ -50,12 +50,12 @@ def rayrpc_command(start, environ):
 
 
 def standing_by():
-    names = {each.pid: each.name() for each in psutil.process_iter()}
+    names = {each.pid: each.info["name"] or "" for each in psutil.process_iter(["name"])}
     return {pid for pid, name in names.items() if name.startswith("ray::StandbyWo")}
 
 
 def is_pool(process):
-    return "rayrpc.launch.standby_pool" in process.cmdline()
+    return "rayrpc.launch.standby_pool" in (process.info["cmdline"] or ())
 
 
 def pids(output):
@@ -71,7 +71,7 @@ def test_ranks_run_in_processes_that_stand_by(start, script, environ, rayrpc_com
     try:
         waiting = standing_by() - before
         assert len(waiting) == 2
-        keeper = next(each for each in psutil.process_iter() if is_pool(each))
+        keeper = next(each for each in psutil.process_iter(["cmdline"]) if is_pool(each))
         assert "libtorch" not in Path(f"/proc/{keeper.pid}/maps").read_text()
         path = script(RANKS)
         one = start("-m", "rayrpc", "run", path, **environ)
