@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
     from rayrpc.group import Group
-    from rayrpc.groups import connect, get_group, init_group, start_workers
+    from rayrpc.groups import (
+        connect,
+        get_group,
+        init_group,
+        on_join,
+        on_leave,
+        start_workers,
+    )
     from rayrpc.jit import lazy
     from rayrpc.launch.spawning import spawn
     from rayrpc.launch.workers import WorkerGroup
@@ -61,6 +68,8 @@ __all__ = [
     "install",
     "lazy",
     "object_ref",
+    "on_join",
+    "on_leave",
     "profile",
     "remote",
     "rpc_async",
@@ -103,7 +112,14 @@ _HOMES = {
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),
     "rayrpc.group": ("Group",),
-    "rayrpc.groups": ("connect", "get_group", "init_group", "start_workers"),
+    "rayrpc.groups": (
+        "connect",
+        "get_group",
+        "init_group",
+        "on_join",
+        "on_leave",
+        "start_workers",
+    ),
     "rayrpc.jit": ("lazy",),
     "rayrpc.launch.spawning": ("spawn",),
     "rayrpc.launch.workers": ("WorkerGroup",),

@@ -283,7 +283,7 @@ def rpc_sync(
     """
     agent = _initialized()
     return agent.caller.sync(
-        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
+        agent.lookup(to, timeout), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
 
 
@@ -314,7 +314,7 @@ def rpc_async(
     """
     agent = _initialized()
     future: Future[Any] = agent.caller.future(
-        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
+        agent.lookup(to, timeout), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
     futures = getattr(_thread_local_var, "future_list", None)
     if futures is not None:
@@ -350,7 +350,7 @@ def remote(
     """
     agent = _initialized()
     rref: RRef[Any] = agent.caller.remote(
-        agent.lookup(to), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
+        agent.lookup(to, timeout), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
     return rref
 

@@ -14,7 +14,7 @@ from rayrpc import api, config
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.membership import GUEST
+from rayrpc._protocol.membership import GUEST, Change
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
@@ -141,7 +141,9 @@ class Group:
         agent = self._agent
         call = getattr(agent.caller, mode)
         return call(
-            agent.lookup(to), api._prepare(func, args, kwargs), agent.resolve_timeout(timeout)
+            agent.lookup(to, timeout),
+            api._prepare(func, args, kwargs),
+            agent.resolve_timeout(timeout),
         )
 
     def rpc_all(
@@ -206,11 +208,13 @@ class Group:
         names: Sequence[str],
         resources: Mapping[str, float | Mapping[str, float]] | None = None,
         detached: bool = False,
+        max_restarts: int = 0,
+        on_start: Callable[[], object] | None = None,
     ) -> WorkerGroup:
         """Start workers that join this group, which is their default one.
 
         Args:
-            names, resources, detached: see ``rayrpc.start_workers``.
+            names, resources, detached, max_restarts, on_start: see ``rayrpc.start_workers``.
 
         Returns:
             WorkerGroup: of the new workers, which serve already and end with this process's
@@ -223,7 +227,41 @@ class Group:
         """
         settings = config.settings()
         wanted = wanted_by(settings, names, resources)
-        return start_beside(self._agent, settings, wanted, detached)
+        return start_beside(self._agent, settings, wanted, detached, max_restarts, on_start)
+
+    # -- who comes and goes -------------------------------------------------------------------
+
+    def on_join(self, observer: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+        """Call a function for each worker that joins the group from now on.
+
+        Args:
+            observer (Callable): takes the WorkerInfo; see ``rayrpc.on_join``.
+
+        Returns:
+            A function that ends the calls.
+        """
+
+        def on_change(change: Change) -> None:
+            if change.kind == "joined" and not change.member.extra.get(GUEST):
+                observer(WorkerInfo(change.member.name, change.member.id))
+
+        return self._agent.observers.add(on_change)
+
+    def on_leave(self, observer: Callable[[WorkerInfo, str], object]) -> Callable[[], None]:
+        """Call a function for each worker that leaves the group, or dies, from now on.
+
+        Args:
+            observer (Callable): takes the WorkerInfo and the cause; see ``rayrpc.on_leave``.
+
+        Returns:
+            A function that ends the calls.
+        """
+
+        def on_change(change: Change) -> None:
+            if change.kind != "joined" and not change.member.extra.get(GUEST):
+                observer(WorkerInfo(change.member.name, change.member.id), change.cause)
+
+        return self._agent.observers.add(on_change)
 
     def shutdown(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         """Leave the group; see ``rayrpc.shutdown``.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rayrpc import config
+from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.rendezvous import owned_key
 from rayrpc._runtime import current
 from rayrpc._transports import has_workers
@@ -21,7 +22,7 @@ from rayrpc.launch.workers import WorkerGroup, start_beside, start_with, wanted_
 from rayrpc.options import TensorPipeRpcBackendOptions
 from rayrpc.startup import Role, default_options, make_agent
 
-__all__ = ["connect", "get_group", "init_group", "start_workers"]
+__all__ = ["connect", "get_group", "init_group", "on_join", "on_leave", "start_workers"]
 
 
 def init_group(
@@ -106,6 +107,8 @@ def start_workers(
     me: str = "driver",
     group: str | None = None,
     detached: bool = False,
+    max_restarts: int = 0,
+    on_start: Callable[[], object] | None = None,
 ) -> WorkerGroup:
     """Start workers that serve calls, as Ray actors, and join their group.
 
@@ -122,6 +125,12 @@ def start_workers(
             (see ``connect``) if it is not in it. Not given: the default group.
         detached (bool): the workers outlive this program: others find them by ``connect``, and
             ``rayrpc stop GROUP`` ends them. What they print is in Ray's logs.
+        max_restarts (int): how often each worker is started again under its name if it dies; -1:
+            always. What was pending on it fails with ``WorkerDiedError``, and so does what uses the
+            RRefs that it owned; other calls wait until it is there, for their timeout, but a minute
+            at most.
+        on_start (Callable, optional): runs on each worker, without arguments, whenever it is
+            started; calls to the worker wait until it has returned. It may call other workers.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
@@ -130,8 +139,10 @@ def start_workers(
         PlacementError: a worker asks for resources that no node has, or that did not become free
             in the seconds of the setting ``placement_timeout``.
         GroupError: this process is in a group of fixed size, or a name is taken.
-        ConfigError: ``resources`` has a value that is not valid, or detached workers have no group.
+        ConfigError: ``resources`` or ``max_restarts`` has a value that is not valid, or detached
+            workers have no group, or are to be started again.
         TypeError: ``names`` is one string, or ``resources`` has an unknown key.
+        Exception: what ``on_start`` raised.
 
     Example:
         >>> rpc.start_workers(["keeper0", "keeper1"], group="keepers", detached=True)
@@ -145,13 +156,14 @@ def start_workers(
             raise ConfigError(
                 "detached workers need a group that they are found by: give group=NAME"
             )
-        return start_with(settings, names, resources, me)
+        return start_with(settings, names, resources, me, max_restarts, on_start)
     wanted = wanted_by(settings, names, resources)
+    lives = detached, max_restarts, on_start
     if current.find(group) is not None:
-        return start_beside(get_group(group)._agent, settings, wanted, detached)
+        return start_beside(get_group(group)._agent, settings, wanted, *lives)
     guest = _join_as_guest(group)
     try:
-        return start_beside(guest._agent, settings, wanted, detached)
+        return start_beside(guest._agent, settings, wanted, *lives)
     except BaseException:
         guest.shutdown(graceful=False)
         raise
@@ -204,3 +216,44 @@ def get_group(group: str | None = None) -> Group:
             f"this process is not in group {group!r}, but in {inside}: call rpc.init_group first"
         )
     return Group(agent)
+
+
+def on_join(observer: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+    """Call a function for each worker that joins the default group from now on.
+
+    Args:
+        observer (Callable): takes the WorkerInfo. It runs in a thread of rayrpc, where it may call
+            workers; one call at a time, in the order of the changes. Its errors are logged.
+
+    Returns:
+        A function that ends the calls.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Example:
+        >>> rpc.on_join(lambda worker: print(worker.name, "is there"))
+
+    Source: rayrpc's own.
+    """
+    return get_group().on_join(observer)
+
+
+def on_leave(observer: Callable[[WorkerInfo, str], object]) -> Callable[[], None]:
+    """Call a function for each worker that leaves the default group, or dies, from now on.
+
+    Args:
+        observer (Callable): takes the WorkerInfo, and the cause as a clause; see ``on_join``.
+
+    Returns:
+        A function that ends the calls.
+
+    Raises:
+        RuntimeError: RPC is not initialized.
+
+    Example:
+        >>> rpc.on_leave(lambda worker, cause: print(f"{worker.name} is gone: {cause}"))
+
+    Source: rayrpc's own.
+    """
+    return get_group().on_leave(observer)

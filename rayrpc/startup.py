@@ -24,7 +24,7 @@ from rayrpc._observe.slow_calls import SlowCalls
 from rayrpc._observe.stacks import set_waits
 from rayrpc._observe.trace import trace_until_shutdown
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.membership import GUEST, Member
+from rayrpc._protocol.membership import GUEST, RESTARTS, Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -147,6 +147,7 @@ def make_agent(
     user_api: UserApi,
     environ: Mapping[str, str] | None = None,
     role: Role = Role.DEFAULT,
+    restarts: int = 0,
 ) -> Agent:
     """Join the group that the options name, and return the agent, which serves once started.
 
@@ -159,6 +160,7 @@ def make_agent(
         user_api: the functions that RRefs call.
         environ: default ``os.environ``.
         role: of this process in the group.
+        restarts: how often the worker is started again if it dies; -1: always.
 
     Raises:
         TypeError: the options are of another backend.
@@ -187,6 +189,7 @@ def make_agent(
                 extra={
                     **_devices_to_text(options),
                     **({GUEST: True} if role is Role.GUEST else {}),
+                    **({RESTARTS: restarts} if restarts else {}),
                 },
                 origin=this_origin(),  # now: a program starts ranks while the first ones connect
                 named=is_name(place.key),

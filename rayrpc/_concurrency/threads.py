@@ -301,6 +301,16 @@ class Slots:
         """The number of queued tasks."""
         return len(self._backlog)
 
+    def hold(self) -> None:
+        """Queue all tasks until ``release``; call it before the first task."""
+        with self._lock:
+            self._free = 0
+
+    def release(self) -> None:
+        """Run the tasks that were queued since ``hold``, and those to come."""
+        for _ in range(self.limit):
+            self.leave()
+
     def enter(self) -> bool:
         """Take a slot for this thread; pair with ``leave``.
 

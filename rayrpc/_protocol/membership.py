@@ -24,6 +24,7 @@ __all__ = [
     "Decision",
     "GUEST",
     "Member",
+    "RESTARTS",
     "Refused",
     "Session",
     "SessionState",
@@ -35,6 +36,8 @@ __all__ = [
 
 #: marks a member that only calls the others, in its ``extra``
 GUEST = "guest"
+#: in its ``extra``, how often a worker is started again if it dies; -1: always
+RESTARTS = "restarts"
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Snapshot(NamedTuple):
         version (int): how many changes ``members`` includes.
         secret (bytes): by which members authenticate one another; empty if they need not.
         note (str): what the user may want to know; empty: nothing.
+        restarting (Sequence[Change]): deaths of members that are started again.
     """
 
     session: int
@@ -98,6 +102,7 @@ class Snapshot(NamedTuple):
     version: int
     secret: bytes = b""
     note: str = ""
+    restarting: Sequence[Change] = ()
 
 
 class Admitted(NamedTuple):
@@ -141,6 +146,7 @@ class Session:
         #: of a session that was restored: its version then, before ``changes``
         self.restored_version = 0
         self._epochs: dict[int, int] = {}  # by id: how often it was used
+        self._restarting: dict[str, Change] = {}  # deaths of members that are started again
         self._reports: dict[str, dict[str, Any]] = {}  # by barrier and token
 
     @classmethod
@@ -172,6 +178,7 @@ class Session:
 
     def _put(self, member: Member) -> None:
         self.members[member.token] = member
+        self._restarting.pop(member.name, None)
         self.note_epochs({member.id: member.epoch + 1})
 
     def note_epochs(self, epochs: dict[int, int]) -> None:
@@ -202,7 +209,10 @@ class Session:
                 return Refused(request.token, not_unique(request, other))
         rank = request.id
         if rank < 0:
-            rank = next(i for i in range(len(ids) + 1) if i not in ids)
+            before = self._restarting.get(request.name)
+            rank = before.member.id if before is not None else -1
+            if rank < 0 or rank in ids:
+                rank = next(i for i in range(len(ids) + 1) if i not in ids)
         elif rank in ids:
             return Refused(request.token, rank_taken(request, ids[rank]))
         return self._admit(replace(request, id=rank, epoch=self._epochs.get(rank, 0)))
@@ -210,8 +220,12 @@ class Session:
     def _admit(self, member: Member) -> Decision:
         self._put(member)
         self.changes.append(Change(self.version + 1, "joined", member))
-        members = list(self.members.values())
-        return Admitted(member.token, Snapshot(self.number, member, members, self.version))
+        return Admitted(member.token, self.snapshot(member))
+
+    def snapshot(self, me: Member) -> Snapshot:
+        """Return the state, for a member that is admitted."""
+        members, restarting = list(self.members.values()), list(self._restarting.values())
+        return Snapshot(self.number, me, members, self.version, restarting=restarting)
 
     def remove(self, token: str, kind: str, cause: str = "") -> bool:
         """Remove a member.
@@ -227,7 +241,10 @@ class Session:
         member = self.members.pop(token, None)
         if member is None:
             return False
-        self.changes.append(Change(self.version + 1, kind, member, cause))
+        change = Change(self.version + 1, kind, member, cause)
+        self.changes.append(change)
+        if kind == "died" and member.extra.get(RESTARTS):
+            self._restarting[member.name] = change
         if self.is_static:
             self.state = SessionState.BROKEN
         return True

@@ -15,7 +15,7 @@ from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
-from rayrpc._protocol.membership import Change, Member, Snapshot
+from rayrpc._protocol.membership import RESTARTS, Change, Member, Snapshot
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
@@ -25,6 +25,7 @@ from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
 from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.objects import NoStore, ObjectStore
+from rayrpc._runtime.observers import Observers
 from rayrpc._runtime.quiescence import Quiescence
 from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
 from rayrpc._runtime.serialization.codec import Codec
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 DRAIN_POLL_SECONDS = 0.002
 # How long a worker that leaves waits until the calls that it serves are replied to.
 REPLY_SECONDS = 2.0
+# How long a call waits for a worker that is started again.
+RESTART_SECONDS = 60.0
 
 # Torch counts timeouts in whole milliseconds, and 0 is none.
 MIN_TIMEOUT_SECONDS = 0.001
@@ -94,6 +97,8 @@ class Agent:
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self.slots = Slots(options.num_worker_threads, self._threads)
         self.waits = NotedWaits()
+        #: of the members
+        self.observers = Observers(self._threads.submit)
         self._members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )
@@ -121,6 +126,8 @@ class Agent:
         logger.debug("%s has joined group %s, with id %d", self.info.name, self.key, self.info.id)
         self._threads.start()
         self.caller.start_threads()
+        for change in self._snapshot.restarting:
+            self._members.remove(change.member, _death(change), is_restarted=True)
         self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
         self._directory.follow(self._snapshot.version, self._apply, self._on_expelled)
 
@@ -178,9 +185,22 @@ class Agent:
         """Return the member with an id."""
         return self._members.find(worker_id)
 
-    def lookup(self, to: str | int | WorkerInfo) -> Member:
-        """Return the member that a destination names; see ``Members.lookup``."""
-        return self._members.lookup(to)
+    def lookup(self, to: str | int | WorkerInfo, timeout: float | None = None) -> Member:
+        """Return the member that a destination names; see ``Members.lookup``.
+
+        Args:
+            to: the destination.
+            timeout: of a call, as the user gives it; for so long, but a minute at most, it waits
+                for a worker that has died and is started again. None: it does not.
+        """
+        member = self._members.lookup(to)
+        if member.token in self._members.restarting and timeout is not None:
+            seconds = self.resolve_timeout(timeout)
+            self._members.wait_for_restart(
+                member, RESTART_SECONDS if seconds is None else min(seconds, RESTART_SECONDS)
+            )
+            member = self._members.lookup(to)
+        return member
 
     def members(self) -> list[Member]:
         """Return all members, by id."""
@@ -232,6 +252,7 @@ class Agent:
         self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
         logger.debug("%s: %s has joined on %s", self.info.name, member.name, member.node)
+        self.observers.report(Change(0, "joined", member))
 
     def _on_left(self, member: Member) -> None:
         self.rrefs.on_peer_lost(member.id)
@@ -259,10 +280,11 @@ class Agent:
 
     def _on_peer_lost(self, change: Change) -> None:
         member = change.member
-        cause = change.cause or "it has left the group"
-        error = WorkerDiedError(member.name, cause, member.node)
-        self._members.remove(member, error)
-        if change.kind == "died":
+        error = _death(change)
+        has_died = change.kind == "died"
+        self._members.remove(member, error, has_died and bool(member.extra.get(RESTARTS)))
+        self.observers.report(change._replace(cause=error.cause))
+        if has_died:
             logger.info("%s", error)
         else:
             logger.debug("%s: %s has left", self.info.name, member.name)
@@ -442,3 +464,8 @@ class Agent:
         )
         head = "<tr><th>id</th><th>name</th><th>node</th><th>pid</th></tr>"
         return f"<table>{head}{rows}</table>"
+
+
+def _death(change: Change) -> WorkerDiedError:
+    member = change.member
+    return WorkerDiedError(member.name, change.cause or "it has left the group", member.node)

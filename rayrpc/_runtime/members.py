@@ -63,6 +63,9 @@ class Members:
         self._by_name = {member.name: member for member in self._by_id.values()}
         self._deaths: dict[str, WorkerDiedError] = {}  # by token
         self._former: dict[str, Member] = {}  # the last one with a name
+        self._replaced: dict[str, Member] = {}  # the one before that has the name now
+        #: tokens of members that have died, and in whose places others are started
+        self.restarting: set[str] = set()
 
     @property
     def is_static(self) -> bool:
@@ -100,7 +103,7 @@ class Members:
             found = self._by_id.get(to.id)
             if found is not None and found.name != to.name:
                 found = None
-            if found is None and self.death_of_owner(to) is None:
+            if found is None and to.name not in self._former:
                 found = self._by_name.get(to.name)  # made by hand: torch goes by the name
         elif isinstance(to, int):
             found = self._by_id.get(to)
@@ -133,9 +136,28 @@ class Members:
         return None if error is None else fresh(error)
 
     def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
-        """Return why a worker given by its WorkerInfo is gone, if it is."""
+        """Return why the owner of an RRef is gone, if it is, though another may have its name."""
         former = self._former.get(info.name)
-        return self.death_of(former) if former is not None else None
+        if former is not None:
+            return self.death_of(former)
+        former = self._replaced.get(info.name)
+        error = None if former is None else self.death_of(former)
+        if error is None:
+            return None
+        cause = (
+            f"{error.cause}. It has joined again since, without the values that it had: make the "
+            "RRef anew"
+        )
+        return WorkerDiedError(error.worker, cause, error.node)
+
+    def wait_for_restart(self, member: Member, timeout: float) -> None:
+        """Wait until there is a member in the place of one that has died.
+
+        Args:
+            member: the one that has died.
+            timeout: in seconds.
+        """
+        self.wait_until(lambda: member.token not in self.restarting, timeout)
 
     def is_present(self, worker_id: int, epoch: int) -> bool:
         """Tell whether no later member has the id of the one that has sent a frame.
@@ -168,14 +190,28 @@ class Members:
             self._on_joined(member, holder)
             self._by_id[member.id] = member
             self._by_name[member.name] = member
-            self._former.pop(member.name, None)
+            former = self._former.pop(member.name, None)
+            if former is not None:
+                self._replaced[member.name] = former
+                self.restarting.discard(former.token)
             self.epochs[member.id] = max(member.epoch, self.epochs.get(member.id, 0))
 
-    def remove(self, member: Member, error: WorkerDiedError) -> None:
-        """Remove a member that left or died."""
+    def remove(self, member: Member, error: WorkerDiedError, is_restarted: bool = False) -> None:
+        """Remove a member that left or died.
+
+        Args:
+            member: who is gone.
+            error: why.
+            is_restarted: another one is started in its place.
+        """
         with self._change():
             self._deaths[member.token] = error
-            self._former[member.name] = member
+            if self._by_name.get(member.name, member) != member:  # that change was late
+                self._replaced[member.name] = member
+            else:
+                self._former[member.name] = member
+                if is_restarted:
+                    self.restarting.add(member.token)
             if self._by_id.get(member.id) == member:
                 del self._by_id[member.id]
             if self._by_name.get(member.name) == member:

@@ -218,6 +218,8 @@ class HostedWorker:
         collector: str | None,
         archive: Archive | None = None,
         is_detached: bool = False,
+        restarts: int = 0,
+        is_held: bool = False,
     ) -> None:
         """Join a dynamic group, and serve its calls.
 
@@ -226,20 +228,26 @@ class HostedWorker:
             init_method (str): names the group.
             collector (str, optional), archive (Archive, optional): see ``run``.
             is_detached (bool): the worker outlives its program; a local cluster then stays, too.
+            restarts (int): how often it is started again if it dies; -1: always.
+            is_held (bool): calls wait until its slots are released.
         """
         self._start_capture(collector)
         self._enter_folder(archive)
         if is_detached:
             hold_local_cluster()
         from rayrpc import api, startup
-        from rayrpc._runtime import current
 
         options = startup.default_options(config.settings())
         options.init_method = init_method
-        api.init_rpc(name, rpc_backend_options=options)
+        agent = startup.make_agent(
+            name, -1, None, options, config.settings(), api.user_api, restarts=restarts
+        )
+        if is_held:
+            agent.slots.hold()
+        api._init_rpc_states(agent)
         if self._capture is not None:
             capture = self._capture
-            current.get_agent().callee.before_reply(lambda *_: capture.sync())
+            agent.callee.before_reply(lambda *_: capture.sync())
 
     @ray.method(concurrency_group="main")
     def leave_group(self) -> None:

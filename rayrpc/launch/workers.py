@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,9 +14,10 @@ from rayrpc import api, config, startup
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
-from rayrpc.errors import GroupError, NotInitializedError
+from rayrpc.errors import ConfigError, GroupError, NotInitializedError
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
@@ -26,6 +28,7 @@ from rayrpc.launch.placement import (
     wait_placed,
 )
 from rayrpc.launch.program import Program
+from rayrpc.launch.restarts import Restarts, begin_to_serve
 from rayrpc.launch.starting import end_hosted, send_folder, start_hosted
 
 __all__ = [
@@ -73,6 +76,10 @@ class WorkerGroup:
         self._actors = actors
         self._placed = placed
         self._output = output
+        self._outputs: dict[str, Output] = {}  # of workers that were started again
+        self._restarts: Restarts | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
 
     def __getitem__(self, name: str) -> WorkerInfo:
         if name not in self._actors:
@@ -99,17 +106,48 @@ class WorkerGroup:
         They have 5 seconds to leave the group.  ``rpc.shutdown()`` in the process that started
         them ends them, too.
         """
-        actors, self._actors = self._actors, {}
+        if self._restarts is not None:
+            self._restarts.stop()
+        with self._lock:
+            self._stopped = True
+            actors, self._actors = self._actors, {}
         if not ray.is_initialized():  # Ray was shut down, and has ended them
-            self._close_output()
+            self._close_outputs()
             return
         end_hosted(actors.values())
         release_placement(self._placed)
-        self._close_output()
+        self._close_outputs()
 
-    def _close_output(self) -> None:
-        if self._output is not None:
-            self._output.close()
+    def _close_outputs(self) -> None:
+        for output in (self._output, *self._outputs.values()):
+            if output is not None:
+                output.close()
+
+    def _keep_alive(
+        self, limit: int, start: Callable[[str, int], tuple[ActorHandle[HostedWorker], Output]]
+    ) -> None:
+        """Start the workers again that die.
+
+        Args:
+            limit: how often each; -1: always.
+            start: starts one, given its name and how many starts are left.
+        """
+
+        def restart(name: str, left: int) -> None:
+            ray.kill(self._actors[name])  # where the group has lost it, but it runs
+            actor, output = start(name, left)
+            with self._lock:
+                stopped = self._stopped
+                before = self._outputs.pop(name, None)
+                if not stopped:
+                    self._actors[name], self._outputs[name] = actor, output
+            if stopped:
+                ray.kill(actor)
+                output.close()
+            if before is not None:
+                before.close()
+
+        self._restarts = Restarts(self._agent, self._actors, limit, restart)
 
 
 def start_with(
@@ -117,12 +155,14 @@ def start_with(
     names: Sequence[str],
     resources: Mapping[str, float | Mapping[str, float]] | None = None,
     me: str = "driver",
+    max_restarts: int = 0,
+    on_start: Callable[[], object] | None = None,
 ) -> WorkerGroup:
     """Start workers with settings of their own.
 
     Args:
         settings: of the workers, and of this process where it joins a group.
-        names, resources, me: see ``rayrpc.start_workers``.
+        names, resources, me, max_restarts, on_start: see ``rayrpc.start_workers``.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
@@ -135,7 +175,9 @@ def start_with(
         options = startup.default_options(settings)
         options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
         api.init_rpc(me, rpc_backend_options=options)
-    return start_beside(current.get_agent(), settings, wanted)
+    return start_beside(
+        current.get_agent(), settings, wanted, max_restarts=max_restarts, on_start=on_start
+    )
 
 
 def wanted_by(
@@ -169,6 +211,8 @@ def start_beside(
     settings: config.Settings,
     wanted: dict[str, WorkerResources],
     detached: bool = False,
+    max_restarts: int = 0,
+    on_start: Callable[[], object] | None = None,
 ) -> WorkerGroup:
     """Start workers in the dynamic group of a worker of this process.
 
@@ -177,13 +221,23 @@ def start_beside(
         settings: of the workers.
         wanted: by worker, what it asks for; see ``wanted_by``.
         detached: they outlive this process, and what they print is left to Ray's logs.
+        max_restarts, on_start: see ``rayrpc.start_workers``.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
 
     Raises:
-        PlacementError, GroupError: see ``rayrpc.start_workers``.
+        PlacementError, GroupError, ConfigError: see ``rayrpc.start_workers``.
     """
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
+        raise ConfigError(f"max_restarts must be a number from 0, or -1, got {max_restarts!r}")
+    if on_start is not None and not callable(on_start):
+        raise TypeError(f"on_start must be a function, got {on_start!r}")
+    if detached and max_restarts:
+        raise ConfigError(
+            "detached workers cannot be started again by the program that has started them: leave "
+            "out max_restarts, or detached"
+        )
     if agent.is_static_group:
         raise GroupError(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
@@ -194,13 +248,24 @@ def start_beside(
         wanted, settings.placement_strategy, settings.placement_timeout, reserved_for
     )
     try:
-        actors, output = start_into(agent, settings, wanted, placed, detached)
+        actors, output = start_into(
+            agent, settings, wanted, placed, detached, max_restarts, on_start
+        )
     except BaseException:
         release_placement(placed)
         raise
     group = WorkerGroup(agent, actors, placed, output)
     if not detached:
         agent.on_shutdown(group.stop)
+    if max_restarts:
+
+        def restart(name: str, left: int) -> tuple[ActorHandle[HostedWorker], Output]:
+            of_one = {name: wanted[name]}, {name: placed[name]}
+            actors, output = start_into(agent, settings, *of_one, False, left, on_start)
+            assert output is not None  # as it is not detached
+            return actors[name], output
+
+        group._keep_alive(max_restarts, restart)
     return group
 
 
@@ -210,6 +275,8 @@ def start_into(
     wanted: Mapping[str, WorkerResources],
     placed: dict[str, dict[str, Any]],
     detached: bool = False,
+    restarts: int = 0,
+    on_start: Callable[[], object] | None = None,
 ) -> tuple[dict[str, ActorHandle[HostedWorker]], Output | None]:
     """Start workers that join a dynamic group, and wait until they serve.
 
@@ -219,6 +286,8 @@ def start_into(
         wanted: by worker, what it asks for.
         placed: by worker, as ``placed_options`` returned them.
         detached: see ``start_beside``.
+        restarts: how often each is started again if it dies; -1: always.
+        on_start: runs on each, before it is called.
 
     Returns:
         The actors by worker, and what they print; close that after they have ended.  None: Ray has
@@ -240,12 +309,19 @@ def start_into(
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [
-                actor.join_group.remote(name, method, addresses.get(name), folder, detached)
+                actor.join_group.remote(
+                    *(name, method, addresses.get(name), folder, detached, restarts),
+                    is_held=on_start is not None,
+                )
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]
         )
-        for name in wanted:
-            agent.lookup(name)  # waits until the directory has announced it here
+        # waits until the directory has announced them here
+        members = [agent.lookup(name) for name in wanted]
+        if on_start is not None:
+            begin = Invocation(begin_to_serve, (on_start,))
+            for begun in [agent.caller.future(member, begin, None) for member in members]:
+                begun.wait()
     except BaseException:
         for actor in actors.values():
             ray.kill(actor)

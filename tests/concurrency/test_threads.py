@@ -237,6 +237,19 @@ class TestSlots:
         slots.leave()
         assert done.wait(60) and order == ["a", "b"]
 
+    def test_tasks_that_come_while_slots_are_held_run_when_they_are_released(self, cache):
+        slots = Slots(2, cache)
+        slots.hold()
+        assert not slots.enter()
+        done = threading.Semaphore(0)
+        for _ in range(5):
+            slots.submit(done.release)
+        assert slots.waiting == 5 and not done.acquire(timeout=0.05)
+        slots.release()
+        for _ in range(5):
+            assert done.acquire(timeout=60)
+        assert eventually(lambda: slots.free == 2)
+
     def test_a_failing_task_releases_its_slot(self, cache):
         slots = Slots(1, cache)
         slots.submit(lambda: 1 / 0)

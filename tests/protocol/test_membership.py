@@ -3,7 +3,7 @@
 import pytest
 
 from rayrpc._protocol.group import Group
-from rayrpc._protocol.membership import Admitted, Member, Refused
+from rayrpc._protocol.membership import RESTARTS, Admitted, Member, Refused
 
 
 def member(name, rank=-1, world_size=None, token=None):
@@ -90,6 +90,27 @@ class TestDynamic:
         session.remove("a-0", "left")
         decisions = join(group, member("c", 0))
         assert decisions["c-0"].snapshot.me.epoch == 1
+
+    def test_a_worker_that_is_started_again_gets_its_id_if_that_is_free(self, group):
+        restarted = Member("b-1", "b", -1, extra={RESTARTS: 1})
+        join(group, member("a"), restarted, member("c"))
+        group.remove("a--1", "left")
+        group.remove("b-1", "died")
+        again = Member("b-2", "b", -1)
+        admitted = join(group, again)["b-2"].snapshot.me
+        assert (admitted.id, admitted.epoch) == (1, 1)
+        group.remove("b-2", "died")
+        join(group, member("d"), member("e"))
+        assert join(group, Member("b-3", "b", -1))["b-3"].snapshot.me.id == 3
+
+    def test_who_joins_learns_of_workers_that_are_started_again(self, group):
+        join(group, member("a"), Member("b-1", "b", -1, extra={RESTARTS: 1}), member("c"))
+        group.remove("b-1", "died", "it was killed")
+        group.remove("c--1", "died", "it was killed")
+        [change] = join(group, member("d"))["d--1"].snapshot.restarting
+        assert (change.kind, change.member.name, change.cause) == ("died", "b", "it was killed")
+        join(group, Member("b-2", "b", -1))
+        assert not join(group, member("e"))["e--1"].snapshot.restarting
 
     def test_changes_are_listed_in_order(self, group):
         group.join(member("a", 0))

@@ -69,6 +69,49 @@ def test_the_predecessor_of_a_member_leaves_without_a_report(group):
     assert group.reported == [("again", "other")]
 
 
+class TestRestarts:
+    def test_a_member_that_died_restarts_until_another_has_its_name(self, group):
+        old = group.other
+        group.members.remove(old, WorkerDiedError("other", "it was killed"), is_restarted=True)
+        assert group.members.lookup("other") is old and old.token in group.members.restarting
+        seen = threading.Event()
+
+        def wait():
+            group.members.wait_for_restart(old, WAIT)
+            seen.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        assert not seen.wait(0.05)
+        again = member("other", 1, epoch=1)
+        group.members.add(again)
+        assert seen.wait(WAIT)
+        assert group.members.lookup("other") is again and old.token not in group.members.restarting
+        assert group.members.lookup(WorkerInfo("other", 1)) is again
+
+    def test_a_wait_ends_with_its_time(self, group):
+        old = group.other
+        group.members.remove(old, WorkerDiedError("other", "it was killed"), is_restarted=True)
+        group.members.wait_for_restart(old, 0.01)
+        assert old.token in group.members.restarting
+
+    def test_one_that_is_not_started_again_is_not_waited_for(self, group):
+        group.remove(group.other)
+        assert group.other.token not in group.members.restarting
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_the_owner_of_an_rref_is_gone_though_another_has_its_name(self, group, is_late):
+        again = member("other", 1, epoch=1)
+        if is_late:
+            group.members.add(again)
+        group.members.remove(group.other, WorkerDiedError("other", "it was killed"), True)
+        group.members.add(again)
+        assert group.other.token not in group.members.restarting
+        error = group.members.death_of_owner(WorkerInfo("other", 1))
+        assert error is not None
+        assert "it was killed. It has joined again since" in str(error)
+        assert group.members.lookup("other") is again
+
+
 def test_one_change_is_reported_after_the_other(group):
     begun, go_on = threading.Event(), threading.Event()
     on_joined = group.on_joined

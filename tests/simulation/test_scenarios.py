@@ -105,7 +105,7 @@ REGRESSIONS = [
     ),
     (
         "rrefs",
-        8462,
+        11956,
         Mutation(
             "an RRef whose owner died while it was sent is a KeyError",
             "_runtime.rrefs.handle",

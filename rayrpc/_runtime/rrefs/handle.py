@@ -142,6 +142,7 @@ class RRef(Generic[T]):
         self._check("to_here() on it")
         self._raise_creation_error()
         owner = self._home.lookup(self._owner)
+        self._check("to_here() on it")  # the owner may have died, and another have its name
         seconds = self._home.resolve_timeout(timeout)
         return cast(T, self._home.caller.fetch(owner, self._rref_id, self, seconds))
 

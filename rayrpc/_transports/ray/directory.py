@@ -134,10 +134,8 @@ class DirectoryActor:
         self._known.add(member.token)
         session = self._group.find(member.token)
         if session is not None:  # it was admitted, but has not received the answer
-            me = session.members[member.token]
-            members = list(session.members.values())
-            again = Snapshot(session.number, me, members, session.version, self._secret)
-            return self._shared(again)
+            again = session.snapshot(session.members[member.token])
+            return self._shared(again._replace(secret=self._secret))
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
         self._start(self._watch(member, process))
         await self._learn_raylets(member.node)
