@@ -71,6 +71,16 @@ def test_cartpole_draws_its_learning_curve(run_example, tmp_path):
 
 
 @pytest.mark.slow
+def test_training_goes_on_through_deaths(run_example, tmp_path):
+    path = tmp_path / "elastic.png"
+    run = run_example("elastic.py", "--updates", "300", "--plot", str(path))
+    assert run.end() == 0, run.output
+    assert "trainer0 trains again" in run.output and "ps goes on from update" in run.output
+    assert "through 2 deaths" in run.output and "Traceback" not in run.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline.py", "hybrid.py"])
 def test_split_models_train_as_in_one_process(run_example, name):
     run = run_example(name, "--steps", "8")
