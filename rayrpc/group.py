@@ -19,6 +19,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
 from rayrpc.errors import GroupCallError, GroupError, RpcError
+from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rayrpc.rref_proxy import RRef
@@ -225,9 +226,10 @@ class Group:
 
         Source: rayrpc's own.
         """
+        lifetime = Lifetime(detached, max_restarts, on_start)
         settings = config.settings()
         wanted = wanted_by(settings, names, resources)
-        return start_beside(self._agent, settings, wanted, detached, max_restarts, on_start)
+        return start_beside(self._agent, settings, wanted, lifetime)
 
     # -- who comes and goes -------------------------------------------------------------------
 
@@ -240,12 +242,7 @@ class Group:
         Returns:
             A function that ends the calls.
         """
-
-        def on_change(change: Change) -> None:
-            if change.kind == "joined" and not change.member.extra.get(GUEST):
-                observer(WorkerInfo(change.member.name, change.member.id))
-
-        return self._agent.observers.add(on_change)
+        return self._observe(True, lambda worker, cause: observer(worker))
 
     def on_leave(self, observer: Callable[[WorkerInfo, str], object]) -> Callable[[], None]:
         """Call a function for each worker that leaves the group, or dies, from now on.
@@ -256,10 +253,15 @@ class Group:
         Returns:
             A function that ends the calls.
         """
+        return self._observe(False, observer)
 
+    def _observe(
+        self, joins: bool, observer: Callable[[WorkerInfo, str], object]
+    ) -> Callable[[], None]:
         def on_change(change: Change) -> None:
-            if change.kind != "joined" and not change.member.extra.get(GUEST):
-                observer(WorkerInfo(change.member.name, change.member.id), change.cause)
+            member = change.member
+            if (change.kind == "joined") is joins and not member.extra.get(GUEST):
+                observer(WorkerInfo(member.name, member.id), change.cause)
 
         return self._agent.observers.add(on_change)
 

@@ -18,6 +18,7 @@ from rayrpc._transports import has_workers
 from rayrpc._transports.process_origin import this_origin
 from rayrpc.errors import ArgumentTypeError, ConfigError, GroupError
 from rayrpc.group import Group, GroupApi
+from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.workers import WorkerGroup, start_beside, start_with, wanted_by
 from rayrpc.options import TensorPipeRpcBackendOptions
 from rayrpc.startup import Role, default_options, make_agent
@@ -150,20 +151,20 @@ def start_workers(
 
     Source: rayrpc's own.
     """
+    lifetime = Lifetime(detached, max_restarts, on_start)
     settings = config.settings()
     if group is None:
         if detached:
             raise ConfigError(
                 "detached workers need a group that they are found by: give group=NAME"
             )
-        return start_with(settings, names, resources, me, max_restarts, on_start)
+        return start_with(settings, names, resources, me, lifetime)
     wanted = wanted_by(settings, names, resources)
-    lives = detached, max_restarts, on_start
     if current.find(group) is not None:
-        return start_beside(get_group(group)._agent, settings, wanted, *lives)
+        return start_beside(get_group(group)._agent, settings, wanted, lifetime)
     guest = _join_as_guest(group)
     try:
-        return start_beside(guest._agent, settings, wanted, *lives)
+        return start_beside(guest._agent, settings, wanted, lifetime)
     except BaseException:
         guest.shutdown(graceful=False)
         raise

@@ -251,8 +251,7 @@ def test_a_restart_whose_on_start_fails_counts_and_is_made_again(tmp_path, caplo
         ),
     ],
 )
-@pytest.mark.usefixtures("driver")
-def test_arguments_that_cannot_be_are_refused_before_a_worker_is_started(given, error, text):
+def test_arguments_that_cannot_be_are_refused_before_anything_is_started(given, error, text):
     with pytest.raises(error, match=text):
         rpc.start_workers(["ps"], **given)
-    assert [info.name for info in rpc.get_group().workers()] == ["driver"]
+    assert not rpc._is_current_rpc_agent_set()

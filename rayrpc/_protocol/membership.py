@@ -210,9 +210,8 @@ class Session:
         rank = request.id
         if rank < 0:
             before = self._restarting.get(request.name)
-            rank = before.member.id if before is not None else -1
-            if rank < 0 or rank in ids:
-                rank = next(i for i in range(len(ids) + 1) if i not in ids)
+            first = () if before is None else (before.member.id,)
+            rank = next(i for i in (*first, *range(len(ids) + 1)) if i not in ids)
         elif rank in ids:
             return Refused(request.token, rank_taken(request, ids[rank]))
         return self._admit(replace(request, id=rank, epoch=self._epochs.get(rank, 0)))

@@ -74,7 +74,7 @@ def prompt(func: F) -> F:
     """Have calls of a function of this package run at once, whatever users' functions run.
 
     Args:
-        func: must not wait for anything.
+        func: must not wait for anything, unless no other call is served yet.
     """
     func._rayrpc_is_prompt = True  # type: ignore[attr-defined]
     return func

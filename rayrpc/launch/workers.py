@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
-from rayrpc.errors import ConfigError, GroupError, NotInitializedError
+from rayrpc.errors import GroupError, NotInitializedError
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
+from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
@@ -38,6 +40,8 @@ __all__ = [
     "start_with",
     "wanted_by",
 ]
+
+FOR_THIS_PROCESS = Lifetime()
 
 
 class WorkerGroup:
@@ -155,14 +159,14 @@ def start_with(
     names: Sequence[str],
     resources: Mapping[str, float | Mapping[str, float]] | None = None,
     me: str = "driver",
-    max_restarts: int = 0,
-    on_start: Callable[[], object] | None = None,
+    lifetime: Lifetime = FOR_THIS_PROCESS,
 ) -> WorkerGroup:
     """Start workers with settings of their own.
 
     Args:
         settings: of the workers, and of this process where it joins a group.
-        names, resources, me, max_restarts, on_start: see ``rayrpc.start_workers``.
+        names, resources, me: see ``rayrpc.start_workers``.
+        lifetime: of the workers.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
@@ -175,9 +179,7 @@ def start_with(
         options = startup.default_options(settings)
         options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
         api.init_rpc(me, rpc_backend_options=options)
-    return start_beside(
-        current.get_agent(), settings, wanted, max_restarts=max_restarts, on_start=on_start
-    )
+    return start_beside(current.get_agent(), settings, wanted, lifetime)
 
 
 def wanted_by(
@@ -210,9 +212,7 @@ def start_beside(
     agent: Agent,
     settings: config.Settings,
     wanted: dict[str, WorkerResources],
-    detached: bool = False,
-    max_restarts: int = 0,
-    on_start: Callable[[], object] | None = None,
+    lifetime: Lifetime = FOR_THIS_PROCESS,
 ) -> WorkerGroup:
     """Start workers in the dynamic group of a worker of this process.
 
@@ -220,52 +220,41 @@ def start_beside(
         agent (Agent): of this process.
         settings: of the workers.
         wanted: by worker, what it asks for; see ``wanted_by``.
-        detached: they outlive this process, and what they print is left to Ray's logs.
-        max_restarts, on_start: see ``rayrpc.start_workers``.
+        lifetime: of the workers.
 
     Returns:
         WorkerGroup: of the new workers, which serve already.
 
     Raises:
-        PlacementError, GroupError, ConfigError: see ``rayrpc.start_workers``.
+        PlacementError, GroupError: see ``rayrpc.start_workers``.
     """
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < -1:
-        raise ConfigError(f"max_restarts must be a number from 0, or -1, got {max_restarts!r}")
-    if on_start is not None and not callable(on_start):
-        raise TypeError(f"on_start must be a function, got {on_start!r}")
-    if detached and max_restarts:
-        raise ConfigError(
-            "detached workers cannot be started again by the program that has started them: leave "
-            "out max_restarts, or detached"
-        )
     if agent.is_static_group:
         raise GroupError(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
         )
-    reserved_for = reservation_name(agent.key) if detached else ""
+    reserved_for = reservation_name(agent.key) if lifetime.detached else ""
     placed = placed_options(
         wanted, settings.placement_strategy, settings.placement_timeout, reserved_for
     )
     try:
-        actors, output = start_into(
-            agent, settings, wanted, placed, detached, max_restarts, on_start
-        )
+        actors, output = start_into(agent, settings, wanted, placed, lifetime)
     except BaseException:
         release_placement(placed)
         raise
     group = WorkerGroup(agent, actors, placed, output)
-    if not detached:
+    if not lifetime.detached:
         agent.on_shutdown(group.stop)
-    if max_restarts:
+    if lifetime.max_restarts:
 
-        def restart(name: str, left: int) -> tuple[ActorHandle[HostedWorker], Output]:
+        def start(name: str, left: int) -> tuple[ActorHandle[HostedWorker], Output]:
             of_one = {name: wanted[name]}, {name: placed[name]}
-            actors, output = start_into(agent, settings, *of_one, False, left, on_start)
+            shorter = dataclasses.replace(lifetime, max_restarts=left)
+            actors, output = start_into(agent, settings, *of_one, shorter)
             assert output is not None  # as it is not detached
             return actors[name], output
 
-        group._keep_alive(max_restarts, restart)
+        group._keep_alive(lifetime.max_restarts, start)
     return group
 
 
@@ -274,9 +263,7 @@ def start_into(
     settings: config.Settings,
     wanted: Mapping[str, WorkerResources],
     placed: dict[str, dict[str, Any]],
-    detached: bool = False,
-    restarts: int = 0,
-    on_start: Callable[[], object] | None = None,
+    lifetime: Lifetime = FOR_THIS_PROCESS,
 ) -> tuple[dict[str, ActorHandle[HostedWorker]], Output | None]:
     """Start workers that join a dynamic group, and wait until they serve.
 
@@ -285,9 +272,7 @@ def start_into(
         settings: of the workers.
         wanted: by worker, what it asks for.
         placed: by worker, as ``placed_options`` returned them.
-        detached: see ``start_beside``.
-        restarts: how often each is started again if it dies; -1: always.
-        on_start: runs on each, before it is called.
+        lifetime: of the workers.
 
     Returns:
         The actors by worker, and what they print; close that after they have ended.  None: Ray has
@@ -303,23 +288,24 @@ def start_into(
     try:
         wait_placed(actors, wanted, settings.placement_timeout)
         addresses: Mapping[str, str] = {}
-        if not detached:
+        if not lifetime.detached:
             output = Output(actors, settings, prefixed=True)
             addresses = output.addresses
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [
                 actor.join_group.remote(
-                    *(name, method, addresses.get(name), folder, detached, restarts),
-                    is_held=on_start is not None,
+                    *(name, method, addresses.get(name), folder, lifetime.detached),
+                    restarts=lifetime.max_restarts,
+                    is_held=lifetime.on_start is not None,
                 )
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]
         )
         # waits until the directory has announced them here
         members = [agent.lookup(name) for name in wanted]
-        if on_start is not None:
-            begin = Invocation(begin_to_serve, (on_start,))
+        if lifetime.on_start is not None:
+            begin = Invocation(begin_to_serve, (lifetime.on_start,))
             for begun in [agent.caller.future(member, begin, None) for member in members]:
                 begun.wait()
     except BaseException:

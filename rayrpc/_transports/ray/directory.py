@@ -33,6 +33,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from rayrpc._protocol.group import Group
 from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Session, Snapshot
 from rayrpc._protocol.rebuild import Rebuild, Report
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.applied_versions import AppliedVersions
 from rayrpc._transports.ray.directory_answers import (
     MOST_MEMBERS,
@@ -102,7 +103,7 @@ class DirectoryActor:
         self._watched: set[str] = set()  # by token
         self._rebuild = Rebuild(key)
         self._is_built = asyncio.Event()
-        self._was_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._was_restarted = ray_api.was_restarted()
         if self._was_restarted:
             self._start(self._build())
         else:
@@ -393,21 +394,21 @@ class DirectoryActor:
             RayError: the member's process has died.
         """
         loop = asyncio.get_running_loop()
-        alive = [asyncio.wrap_future(reference.future()) for reference in process]
-        answer = self._joins.get(member.token)
+        alive: asyncio.Future[Any] = asyncio.gather(
+            *(asyncio.wrap_future(each.future()) for each in process)
+        )
+        answer: asyncio.Future[Any] | None = self._joins.get(member.token)
         while True:
             try:
                 return await loop.run_in_executor(None, member.address.find)
             except ValueError:
-                for future in alive:
-                    if future.done():
-                        future.result()
-                if not alive or all(future.done() for future in alive):
+                if alive.done():
+                    alive.result()
                     raise
             if answer is not None and not answer.done():
-                await asyncio.wait([*alive, answer], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([alive, answer], return_when=asyncio.FIRST_COMPLETED)
             else:
-                await asyncio.wait(alive, timeout=ENDPOINT_POLL_SECONDS)
+                await asyncio.wait([alive], timeout=ENDPOINT_POLL_SECONDS)
 
     async def _learn_raylets(self, host: str) -> None:
         """Have the port of a host's raylet at hand: once it is silent, Ray may not tell it."""

@@ -23,7 +23,16 @@ from ray.exceptions import GetTimeoutError, RaySystemError
 
 from rayrpc._concurrency.deadlines import Deadline
 
-__all__ = ["STEP_SECONDS", "end_waits", "get", "get_actor", "on_this_node", "submit", "wait"]
+__all__ = [
+    "STEP_SECONDS",
+    "end_waits",
+    "get",
+    "get_actor",
+    "on_this_node",
+    "submit",
+    "wait",
+    "was_restarted",
+]
 
 # How long ``ray.shutdown()`` may take to end Ray's client.
 SHUTDOWN_SECONDS = 30.0
@@ -116,6 +125,14 @@ def on_this_node(soft: bool) -> Any:
     """
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     return affinity(ray.get_runtime_context().get_node_id(), soft=soft)
+
+
+def was_restarted() -> bool:
+    """Tell whether this process is that of an actor which Ray has started again."""
+    if not ray.is_initialized():  # else Ray would start
+        return False
+    context = ray.get_runtime_context()
+    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
 
 
 _get = _called(worker.get)

@@ -31,6 +31,7 @@ import time
 import ray
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.endpoint import DEFERRED, LivenessWatch, Wire, passed_on
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
@@ -94,7 +95,7 @@ class Relay:
         self._busy = 0  # held calls now
         self._lock = threading.Lock()
         self._watch = LivenessWatch()
-        if _was_restarted():
+        if ray_api.was_restarted():
             self._incoming.put((("restarted", None, b""), None))
 
     def __repr__(self) -> str:
@@ -214,11 +215,3 @@ class Relay:
             if held is not None:
                 held.wire = passed_on(wire)
                 held.done.release()
-
-
-def _was_restarted() -> bool:
-    """Tell whether this is an actor that Ray has started before."""
-    if not ray.is_initialized():  # it is no actor
-        return False
-    context = ray.get_runtime_context()
-    return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)

@@ -230,17 +230,19 @@ class RayTransport(Transport):
     def _handle(self, peer: Member) -> Any:
         """Return the handle of a peer's endpoint; wait for a relay that is just starting."""
         handle = self._handles.get(peer.token)
+        if handle is not None:
+            return handle
         deadline = Deadline(ATTACH_SECONDS)
-        while handle is None:
+        while True:
             try:
                 handle = self._handles[peer.token] = peer.address.find()
+                return handle
             except ValueError:
                 now = self._find(peer.id)
                 is_member = now is not None and now.token == peer.token
                 if not is_member or deadline.expired or self._closed:
                     raise WorkerDiedError(peer.name, "it has ended", peer.node) from None
                 time.sleep(FIND_SECONDS)
-        return handle
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         self._handles.pop(peer.token, None)
