@@ -1,10 +1,11 @@
 """Training that goes on through the deaths of a trainer and of the parameter server.
 
-"ps" owns a small neural network; two trainers fetch its parameters, and push gradients computed
-from their own data, each at its own pace. The workers are started with ``max_restarts``: one that
-dies comes back under its name, and "ps" loads its last checkpoint as it starts. The driver kills a
-trainer, and later "ps", in the middle of the run. A trainer whose call fails with "ps" makes it
-again: the call waits until "ps" is there. The driver starts the work of a trainer that died again.
+"ps" owns the small neural network of ``parameter_server.py``; two trainers fetch its parameters,
+and push gradients computed from their own data, each at its own pace. The workers are started with
+``max_restarts``: one that dies comes back under its name, and "ps" loads its last checkpoint as it
+starts. The driver kills a trainer, and later "ps", in the middle of the run. A trainer whose call
+fails with "ps" makes it again: the call waits until "ps" is there. The driver starts the work of a
+trainer that died again.
 
 Run::
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import math
 import os
 import sys
 import tempfile
@@ -29,31 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from parameter_server import (  # type: ignore[import-not-found]
+    BATCH_SIZE,
+    POINTS_PER_TRAINER,
+    make_model,
+    make_moons,
+)
+from torch import Tensor
 from torch.nn import functional as F
 
 import rayrpc as rpc
 
-BATCH_SIZE = 64
 CHECKPOINT_EVERY = 20  # updates
 TRAINERS = ("trainer0", "trainer1")
-
-
-def make_moons(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """``count`` noisy points on two interleaved half circles, and which of the two each is on."""
-    generator = torch.Generator().manual_seed(seed)
-    angle = torch.rand(count, generator=generator) * math.pi
-    labels = torch.randint(2, (count,), generator=generator)
-    upper = torch.stack([torch.cos(angle), torch.sin(angle)], dim=1)
-    lower = torch.stack([1 - torch.cos(angle), 0.5 - torch.sin(angle)], dim=1)
-    points = torch.where(labels[:, None] == 0, upper, lower)
-    return points + 0.1 * torch.randn(count, 2, generator=generator), labels
-
-
-def make_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)
-    )
 
 
 class ParameterServer:
@@ -66,7 +54,7 @@ class ParameterServer:
         self.version = 0
         self.checkpoint = checkpoint
         self.lock = threading.Lock()
-        self.test_set = make_moons(2000, seed=0)
+        self.test_set = make_moons(2000, 0)
         if checkpoint.exists():
             saved = torch.load(checkpoint)
             self.model.load_state_dict(saved["model"])
@@ -134,7 +122,7 @@ def ask_server(method: str, *args: Any) -> Any:
 def train(seed: int, updates: int) -> None:
     """Runs on a trainer, until the server has had its updates."""
     torch.set_num_threads(1)
-    points, labels = make_moons(512, seed)
+    points, labels = make_moons(POINTS_PER_TRAINER, seed)
     generator = torch.Generator().manual_seed(seed)
     model = make_model()
     while ask_server("evaluate")[0] < updates:
