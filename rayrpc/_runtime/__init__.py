@@ -3,6 +3,7 @@
     agent               wires the parts of a worker
     worker              the parts that the caller and the callee share
     members             the group as this worker knows it
+    observers           a program's functions that are told who joins and leaves
     caller              a call at its caller: encode, send, wait or be called back, decode
     open_call           ... that is under way and completes by callback
     started_call        ... that is waited for later, or abandoned

@@ -25,8 +25,8 @@ In the order in which a worker meets them:
 
 Invariants:
 
-- Each worker has exactly one actor endpoint, and dies with it: the endpoint is the worker's own
-  actor, or a relay that its process owns.
+- Each worker has exactly one actor endpoint, which dies with it: the worker's own actor, or a relay
+  that its process owns, and that Ray starts again if it dies alone.
 - The directory, the relays and the actors of pending objects never import torch; the modules that
   they load hold to it.
 - An address has names, never handles: a handle can be unpickled only while its program runs.
