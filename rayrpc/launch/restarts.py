@@ -81,8 +81,8 @@ class Restarts:
             thread = threading.Thread(
                 target=self._restart, args=(worker, cause), name="rayrpc-restart", daemon=True
             )
+            thread.start()
             self._starting[worker] = thread
-        thread.start()
 
     def _restart(self, worker: str, cause: str) -> None:
         while self._left[worker] and not self._stopped:

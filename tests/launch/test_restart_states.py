@@ -137,6 +137,18 @@ def test_no_death_is_missed_and_no_two_threads_start_a_worker():
     assert eventually(group.runs) and all(left == -1 for left in group.starts)
 
 
+@pytest.mark.usefixtures("quick_switches")
+def test_a_worker_may_die_at_any_moment_of_stop():
+    for _ in range(300):
+        group = Group(-1)
+        death = threading.Thread(target=group.agent.die)
+        death.start()
+        group.restarts.stop()
+        started = list(group.starts)
+        death.join(WAIT)
+        assert not death.is_alive() and group.starts == started
+
+
 def test_stop_waits_for_a_start_and_allows_no_other():
     begun, goes_on = threading.Event(), threading.Event()
 
