@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
     from rayrpc.rref_proxy import PyRRef, RRef
+    from rayrpc.streams import Stream, stream
 
 __all__ = [
     "BackendType",
@@ -49,6 +50,7 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "Settings",
+    "Stream",
     "TensorPipeRpcBackendOptions",
     "WorkerGroup",
     "WorkerInfo",
@@ -81,6 +83,7 @@ __all__ = [
     "spawn",
     "start_workers",
     "status",
+    "stream",
     "uninstall",
 ]
 
@@ -125,6 +128,7 @@ _HOMES = {
     "rayrpc.launch.workers": ("WorkerGroup",),
     "rayrpc.objects": ("as_future", "object_ref", "rref"),
     "rayrpc.observe": ("profile", "rrefs", "status"),
+    "rayrpc.streams": ("Stream", "stream"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = (

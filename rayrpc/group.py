@@ -23,6 +23,7 @@ from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rayrpc.rref_proxy import RRef
+from rayrpc.streams import Stream, open_stream
 
 __all__ = ["Group", "GroupApi"]
 
@@ -135,6 +136,25 @@ class Group:
         """
         rref: RRef[Any] = self._call("remote", to, func, args, kwargs, timeout)
         return rref
+
+    def stream(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Args = None,
+        kwargs: Kwargs = None,
+        window: int = 8,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Stream[Any]:
+        """Run a generator on a worker of the group; return an iterator over what it yields.
+
+        Args:
+            to, func, args, kwargs, window, timeout: as for ``rayrpc.stream``.
+
+        Returns:
+            ``Stream``: as that of ``rayrpc.stream``.
+        """
+        return open_stream(self._agent, to, func, args, kwargs, window, timeout)
 
     def _call(
         self, mode: str, to: To, func: Any, args: Args, kwargs: Kwargs, timeout: float

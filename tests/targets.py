@@ -1,5 +1,6 @@
 """Functions and classes that tests call on workers; importable there by name."""
 
+import asyncio
 import gc
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
@@ -259,3 +261,83 @@ def step(x, w):
 def count_owned():
     """Return how many RRefs this worker owns."""
     return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+# -- streams ------------------------------------------------------------------------------------
+
+#: what happened to the generators that ran here
+log: list[Any] = []
+
+
+def up_to(number: int, seconds: float = 0.0) -> Iterator[int]:
+    """Yield numbers; note in ``log`` how many were made, and how it ended."""
+    try:
+        for each in range(number):
+            time.sleep(seconds)
+            log.append(each)
+            yield each
+    except BaseException as error:
+        log.append(type(error).__name__)
+        raise
+    finally:
+        log.append("closed")
+
+
+async def up_to_async(number: int, seconds: float = 0.0) -> AsyncIterator[int]:
+    """Yield numbers, as ``up_to`` does."""
+    try:
+        for each in range(number):
+            await asyncio.sleep(seconds)
+            log.append(each)
+            yield each
+    except BaseException as error:
+        log.append(type(error).__name__)
+        raise
+    finally:
+        log.append("closed")
+
+
+def take_log() -> list[Any]:
+    """Return the log, and clear it."""
+    taken = [*log]
+    log.clear()
+    return taken
+
+
+def same_tensor(number: int, floats: int) -> Iterator[torch.Tensor]:
+    """Yield one tensor again and again, each time with other values."""
+    tensor = torch.empty(floats)
+    for each in range(number):
+        yield tensor.fill_(each)
+        tensor.fill_(-1)
+
+
+def fail_after(number: int) -> Iterator[int]:
+    yield from range(number)
+    raise LookupError("no more")
+
+
+def die_after(number: int) -> Iterator[int]:
+    yield from range(number)
+    time.sleep(0.5)  # what was yielded has arrived
+    kill_me()
+
+
+def forward(to: str, number: int) -> Iterator[int]:
+    """Yield what another worker yields."""
+    yield from rpc.stream(to, up_to, args=(number,))
+
+
+def scaled(weight: torch.Tensor, number: int) -> Iterator[torch.Tensor]:
+    for each in range(number):
+        yield weight * each
+
+
+def rrefs_to(number: int) -> Iterator[Any]:
+    for each in range(number):
+        yield rpc.RRef(each)
+
+
+def whoever(number: int) -> Iterator[str]:
+    for _ in range(number):
+        yield rpc.get_worker_info().name

@@ -350,6 +350,10 @@ class Slots:
             self._free -= 1
         self._start(task)
 
+    def submit_aside(self, task: Task) -> None:
+        """Run a task in another thread, in no slot; safe in any thread that collects garbage."""
+        self._cache.submit(task)
+
     def _start(self, task: Task) -> None:
         """Run a task in another thread, in a slot that is taken; release it if that fails."""
         try:

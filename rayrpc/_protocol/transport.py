@@ -54,6 +54,12 @@ class Deferred(Promise[Frame]):
         #: the beginning, to run it later, and returns True while the caller does not read replies
         self.hold: Callable[[Callable[[], object]], bool] = _begin_now
 
+    def set(self, value: Frame) -> bool:
+        """Set the reply; its buffers may change as soon as this returns."""
+        if self._callbacks is None:
+            value.keep_buffers()  # no transport has asked for it yet
+        return super().set(value)
+
 
 class Serve(Protocol):
     """Answers frames: the callee."""

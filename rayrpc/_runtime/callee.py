@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic, perf_counter
-from types import BuiltinFunctionType, CoroutineType
+from types import CoroutineType
 from typing import Any
 
 import torch
@@ -20,15 +20,16 @@ from rayrpc._concurrency.threads import Slots
 from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred, served
+from rayrpc._runtime import running
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.invocation import Invocation, user_function
 from rayrpc._runtime.objects import receive
-from rayrpc._runtime.operators import as_schema_says, run_operator
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.served_call import ServedCall
+from rayrpc._runtime.served_streams import ServedStreams, Turn
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError, SerializationError
 from rayrpc.futures import AnyFuture
@@ -52,6 +53,9 @@ class Callee:
         self._rrefs = worker.rrefs
         self._slots = slots
         self._coroutines = Coroutines("rayrpc-loop")
+        self.streams = ServedStreams(
+            worker, slots, self._coroutines, self._iterate, self._resumed, self._reply, _settle
+        )
         self._quick = LatencyProfile()
         self._short = LatencyProfile(SHORT_SECONDS)
         self._lock = threading.Lock()
@@ -231,14 +235,25 @@ class Callee:
 
     def _invoke(self, invocation: Invocation, is_async: bool) -> Any:
         if not self.around:
-            return _invoke(invocation, is_async)
+            return running.run(invocation, is_async)
         with all_of([enter(invocation) for enter in list(self.around)]):
-            return _invoke(invocation, is_async)
+            return running.run(invocation, is_async)
+
+    def _iterate(self, invocation: Invocation) -> Any:
+        if not self.around:
+            return invocation()
+        with all_of([enter(invocation) for enter in list(self.around)]):
+            return invocation()
+
+    def _resumed(self, call: IncomingCall) -> AbstractContextManager[Any]:
+        return self._hooked(call, "before_resume")
 
     def _reply_when_done(
         self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
         """Reply with the value of a Future, when that is done."""
+        if type(value) is Turn:
+            return self.streams.serve(frame, entry, value, call)
         if not isinstance(value, AnyFuture):
             error = RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
@@ -268,7 +283,7 @@ class Callee:
             return self._reply(frame, entry, outcome, call)
 
         if call is not None:
-            coroutine = stepwise(coroutine, lambda: self._hooked(call, "before_resume"))
+            coroutine = stepwise(coroutine, lambda: self._resumed(call))
         self._coroutines.submit(
             coroutine, lambda outcome: _settle(deferred, frame, lambda: reply(outcome))
         )
@@ -283,7 +298,7 @@ class Callee:
             if entry.cell is not None:
                 return self._keep(frame, entry, outcome, call)
             if isinstance(outcome, Error):
-                return self._error(frame, outcome.error)
+                return self._error(frame, outcome.error, outcome.remote)
             return self._value(frame, outcome.value, call)
         finally:
             with self._lock:
@@ -432,36 +447,3 @@ def _value_of(future: Any) -> Any:
     What this thread does with tensors of accelerators follows what makes them, on whatever stream.
     """
     return future.wait() if torch.cuda.is_initialized() else future.value()
-
-
-def _invoke(invocation: Invocation, is_async: bool) -> Any:
-    func: Any = invocation.func
-    inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
-    if isinstance(inner, torch.jit.ScriptFunction):
-        return _invoke_scripted(inner, invocation)
-    if type(func) is BuiltinFunctionType:
-        return run_operator(*invocation)
-    return as_schema_says(func, invocation())
-
-
-def _invoke_scripted(func: Any, invocation: Invocation) -> Any:
-    """Run a scripted function, or the Python function that it was made from.
-
-    The original runs where the compiled one cannot: compiled RPC operators need a native agent,
-    and compiled code takes no number for a tensor, as torch's own RPC examples pass it.
-    """
-    _, args, kwargs = invocation
-    original = getattr(func, "_torchdynamo_inline", None)
-    if original is not None and _calls_rpc(func):
-        return original(*args, **kwargs)
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as exc:
-        if original is None or "Expected a value of type" not in str(exc):
-            raise
-        return original(*args, **kwargs)
-
-
-@functools.lru_cache(maxsize=1024)
-def _calls_rpc(func: Any) -> bool:
-    return "prim::rpc_" in str(func.inlined_graph)

@@ -8,6 +8,7 @@ import math
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,8 @@ class Caller:
         self._waiting: dict[int, Request] = {}  # calls that a thread waits for
         self._lock = threading.Lock()
         self._closed = False
+        #: streams that are iterated; shutdown ends them
+        self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sent = 0
 
     @property

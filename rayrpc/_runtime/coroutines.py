@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,7 +25,7 @@ from rayrpc._concurrency.reader import on_block
 from rayrpc._concurrency.threads import new_thread
 from rayrpc._concurrency.waiting import Event
 
-__all__ = ["Coroutines", "stepwise"]
+__all__ = ["Coroutines", "next_of", "stepwise"]
 
 # A loop that takes no coroutine out of the queue for this long is blocked outside of rayrpc.
 STUCK_SECONDS = 1.0
@@ -226,6 +226,11 @@ class _Loop:
     def _end_if_empty(self) -> None:
         if self._is_retired and not self._count:
             self._loop.stop()
+
+
+async def next_of(iterator: AsyncIterator[Any]) -> Any:
+    """Return the next value of an asynchronous iterator."""
+    return await iterator.__anext__()
 
 
 async def stepwise(

@@ -57,6 +57,7 @@ _FREE = (
     "rayrpc._runtime.coroutines",
     "rayrpc._runtime.invocation",
     "rayrpc._runtime.operators",
+    "rayrpc._runtime.running",
     "rayrpc._runtime.serialization",
 )
 

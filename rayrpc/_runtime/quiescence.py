@@ -8,6 +8,7 @@ from typing import Any
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.transport import Directory
+from rayrpc._runtime.call_errors import shut_down
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.worker import Worker
@@ -80,6 +81,8 @@ class Quiescence:
             GroupError: it still does after that.
         """
         release_reader()
+        for stream in list(self._caller.streams):
+            stream.end(shut_down())  # its iterator may never end
         deadline = Deadline(timeout or None)
         find = self._worker.members.find
         while self._caller.active or self._callee.active_for(find):

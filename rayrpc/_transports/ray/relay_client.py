@@ -319,13 +319,15 @@ class RelayClient:
         frame = from_wire(wire)
         reply = served(self._serve, frame)
         if isinstance(reply, Deferred):
-            reply.on_done(
-                lambda late: self._threads.submit(lambda: self._reply(frame, number, late))
-            )
+            reply.on_done(functools.partial(self._reply_later, frame, number))
         elif number is not None and results is not None:
             results.append((number, self._to_wire(reply)))
         else:
             self._reply(frame, number, reply)
+
+    def _reply_later(self, frame: Frame, number: int | None, reply: Frame) -> None:
+        reply.keep_buffers()
+        self._threads.submit(lambda: self._reply(frame, number, reply))
 
     def _reply(self, frame: Frame, number: int | None, reply: Frame) -> None:
         if number is None:

@@ -7,6 +7,7 @@ one, else by the ref's completion callback; no polling, no thread per call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -299,6 +300,11 @@ class RayTransport(Transport):
                 handle = self._handle(caller)
                 ray_api.submit(handle.deliver, request.call_id, self._to_wire(reply))
 
+    def _send_later(self, request: Frame, reply: Frame) -> None:
+        """Send a late reply, in another thread than the one that sets it, which may be Ray's."""
+        reply.keep_buffers()
+        self._threads.submit(lambda: self.send_reply(request, reply))
+
     # -- serving ------------------------------------------------------------------------------
 
     def answer(self, wire: Wire, may_block: bool) -> Wire:
@@ -312,8 +318,7 @@ class RayTransport(Transport):
         frame = from_wire(wire)
         reply = served(self._serve, frame, may_block)
         if isinstance(reply, Deferred):
-            # in another thread than the one that completes it, which may be Ray's
-            reply.on_done(lambda late: self._threads.submit(lambda: self.send_reply(frame, late)))
+            reply.on_done(functools.partial(self._send_later, frame))
             return DEFERRED
         return self._to_wire(reply, plain=isinstance(wire, tuple))
 
