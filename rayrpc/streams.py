@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -20,7 +21,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from rayrpc._concurrency.deadlines import Deadline
-from rayrpc._concurrency.outcome import fresh
+from rayrpc._concurrency.outcome import Error, attempt, fresh
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event
 from rayrpc._protocol.ids import GloballyUniqueId
@@ -123,7 +124,7 @@ class Stream(Generic[T]):
         self._count = 0  # of the values that were handed out
         self._error: BaseException | None = None  # has ended it, and is yet to be raised
         self._iterating = threading.Lock()
-        self._beginners = [self._ask_first]  # the thread that takes it asks for the first values
+        self._to_begin = [True]  # the thread that takes it asks for the first values
         self._begun = Event()  # it has
         # the iterator lives as long as this RRef; None: the stream has ended
         opening = Invocation(open_iterator, tuple(invocation))
@@ -133,9 +134,9 @@ class Stream(Generic[T]):
             agent.callee.streams.add_own(self._id, self._rref)
         self._opened = self._rref._get_future()
         agent.caller.streams.add(self)
-        if not any(hook.wants() for hook in agent.hooks):  # else the program's thread has to begin
-            begin = weakref.WeakMethod(self._begin)
-            self._opened.add_done_callback(lambda _: (begin() or _nothing)())
+        if not any(hook.of_thread and hook.wants() for hook in agent.hooks):
+            # else the thread that iterates begins
+            self._opened.add_done_callback(functools.partial(_begin, weakref.ref(self)))
 
     @property
     def has_ended(self) -> bool:
@@ -150,7 +151,7 @@ class Stream(Generic[T]):
     def __next__(self) -> T:
         with _Alone(self._iterating):
             deadline = Deadline(self._timeout)
-            while (future := self._awaited()) is not None and not future.done():
+            while not self._is_next(future := self._awaited()):
                 self._wait(future, deadline)
             value = self._take(future)
         if type(value) is Ended:
@@ -164,7 +165,7 @@ class Stream(Generic[T]):
     async def __anext__(self) -> T:
         with _Alone(self._iterating):
             deadline = Deadline(self._timeout)
-            while (future := self._awaited()) is not None and not future.done():
+            while not self._is_next(future := self._awaited()):
                 await self._wait_async(future, deadline)
             value = self._take(future)
         if type(value) is Ended:
@@ -174,9 +175,12 @@ class Stream(Generic[T]):
 
     def _begin(self) -> None:
         """Have the first values asked for, once: the opening has ended."""
-        with contextlib.suppress(IndexError):
-            self._beginners.pop()()
-        self._begun.wait()
+        try:
+            self._to_begin.pop()
+        except IndexError:
+            self._begun.wait()
+        else:
+            self._ask_first()
 
     def _ask_first(self) -> None:
         try:
@@ -208,35 +212,48 @@ class Stream(Generic[T]):
         except IndexError:  # it has ended just now
             return None
 
+    def _is_next(self, awaited: Any) -> bool:
+        """Tell whether what is awaited is there: the next value, or the end."""
+        return awaited is None or (awaited is not self._opened and awaited.done())
+
     def _take(self, future: Any) -> Any:
-        """Return the value of a Future that is done, or ``Ended``."""
-        if self._rref is None:  # before, or just now by another thread
+        """Return the value of a Future that is done, or ``Ended``.
+
+        Args:
+            future: of the next value; None: there is none.
+        """
+        if self._rref is None:  # it has ended, perhaps just now by another thread
             error, self._error = self._error, None
             if error is not None:
                 raise fresh(error)
             return Ended()
         try:
             value = future.wait()
-            if type(value) is not Ended:
+            with contextlib.suppress(IndexError):  # it has ended just now
                 self._values.popleft()
-                self._count += 1
-                if len(self._values) + self._burst <= self._window:
-                    self._ask(self._burst)
+            if type(value) is Ended:
+                self.end()
                 return value
+            self._count += 1
+            if len(self._values) + self._burst <= self._window:
+                self._ask(self._burst)
         except BaseException:  # an interrupt, too, as the value is lost
             self.end()
             raise
-        self.end()
         return value
 
-    def _wait(self, future: Any, deadline: Deadline) -> None:
+    def _wait(self, future: Any, deadline: Deadline, closes: bool = False) -> None:
+        """Wait until a Future is done, or the stream has ended, unless this thread closes it."""
         done = Event()
         future.add_done_callback(lambda _: done.set())
         release_reader()
-        while not done.wait(deadline.within(POLL_SECONDS)) and self._rref is not None:
+        while not done.wait(deadline.within(POLL_SECONDS)):
+            if self._rref is None and not closes:
+                return
             self._check(deadline)
 
-    async def _wait_async(self, future: Any, deadline: Deadline) -> None:
+    async def _wait_async(self, future: Any, deadline: Deadline, closes: bool = False) -> None:
+        """Wait as ``_wait`` does, in a coroutine."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 
@@ -245,7 +262,7 @@ class Stream(Generic[T]):
                 loop.call_soon_threadsafe(done.set)
 
         future.add_done_callback(wake)
-        while not done.is_set() and self._rref is not None:
+        while not done.is_set() and (closes or self._rref is not None):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(done.wait(), deadline.within(POLL_SECONDS))
                 return
@@ -279,36 +296,34 @@ class Stream(Generic[T]):
         """
         rref = self._rref
         self.end()
-        if rref is None:
+        if rref is None or self._agent.has_left:
             return
         deadline = Deadline(self._timeout)
-        while not self._opened.done():
-            self._wait(self._opened, deadline)
-        future = self._close()
-        while not future.done():
-            self._wait(future, deadline)
-        with contextlib.suppress(WorkerDiedError):
-            future.wait()
+        self._wait(self._opened, deadline, closes=True)
+        if (future := self._close()) is not None:
+            self._wait(future, deadline, closes=True)
+            with contextlib.suppress(WorkerDiedError):
+                future.wait()
         del rref  # not before
 
     async def aclose(self) -> None:
         """Close the generator, as ``close`` does, in a coroutine."""
         rref = self._rref
         self.end()
-        if rref is None:
+        if rref is None or self._agent.has_left:
             return
         deadline = Deadline(self._timeout)
-        while not self._opened.done():
-            await self._wait_async(self._opened, deadline)
-        future = self._close()
-        while not future.done():
-            await self._wait_async(future, deadline)
-        with contextlib.suppress(WorkerDiedError):
-            future.wait()
+        await self._wait_async(self._opened, deadline, closes=True)
+        if (future := self._close()) is not None:
+            await self._wait_async(future, deadline, closes=True)
+            with contextlib.suppress(WorkerDiedError):
+                future.wait()
         del rref  # not before
 
     def _close(self) -> Any:
-        """Return the Future of the call that closes the generator."""
+        """Return the Future of the call that closes the generator; None: there is none."""
+        if isinstance(attempt(self._opened.wait), Error):
+            return None
         created_on, local_id = self._id
         args = created_on, self._name, local_id
         return self._agent.caller.future(self._to, Invocation(served_streams.close, args), None)
@@ -356,5 +371,8 @@ class _Alone:
         self._lock.release()
 
 
-def _nothing() -> None:
-    pass
+def _begin(held: weakref.ref[Stream[Any]], _: object) -> None:
+    """Have a stream begin, if the program still holds it."""
+    stream = held()
+    if stream is not None:
+        stream._begin()

@@ -116,6 +116,7 @@ class GradContexts(Hook):
     """The contexts of one worker."""
 
     name = AUTOGRAD
+    of_thread = True
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

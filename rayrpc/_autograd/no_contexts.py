@@ -22,6 +22,8 @@ class NoContexts(Hook):
         group (str): names the group of the calls.
     """
 
+    of_thread = True
+
     def __init__(self, group: str) -> None:
         self._group = group
 

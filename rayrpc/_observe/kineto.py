@@ -87,6 +87,7 @@ class KinetoHook(Hook):
     """
 
     name = "kineto"
+    of_thread = True
     needs_future = True
 
     def __init__(self, around: Around) -> None:

@@ -75,6 +75,7 @@ class ProfilerHook(Hook):
     """
 
     name = "profiler"
+    of_thread = True
     needs_future = True
 
     def __init__(self, node_id: int) -> None:

@@ -13,6 +13,7 @@ from rayrpc._concurrency.waiting import Event
 from rayrpc._observe.report import name_of_request, open_requests
 from rayrpc._observe.stacks import place_of
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.invocation import is_asked_ahead
 from rayrpc._runtime.open_call import Request
 
 __all__ = ["SlowCalls"]
@@ -68,7 +69,9 @@ class SlowCalls:
         slow = [
             each
             for each in requests.values()
-            if each.id not in self._noted and now - each.since >= self._seconds
+            if each.id not in self._noted
+            and now - each.since >= self._seconds
+            and not is_asked_ahead(each.func)
         ]
         self._noted |= {each.id for each in slow}
         if slow:

@@ -11,6 +11,9 @@
     interrupting_calls  calls of finalizers and of handlers of signals
     serialization       objects to bytes and buffers
     callee              a call at its callee: decode, run, encode
+    running             functions of Python and TorchScript, operators of torch
+    served_streams      calls that each ask for a value of an iterator here
+    iteration           its steps, in order and one at a time
     coroutines          event loops for async functions
     hooks               what accompanies calls: profiling, distributed autograd
     rrefs               handles, proxies and values of RRefs

@@ -86,6 +86,8 @@ class Hook:
     name = ""
     #: blocking calls need a Future too, for ``after_send``
     needs_future = False
+    #: what it ``wants`` depends on the thread that makes a call
+    of_thread = False
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """Note that the worker with this id left or died."""

@@ -17,7 +17,9 @@ __all__ = [
     "Kwargs",
     "NOTHING",
     "To",
+    "asked_ahead",
     "forwards",
+    "is_asked_ahead",
     "is_prompt",
     "prompt",
     "user_function",
@@ -83,6 +85,21 @@ def prompt(func: F) -> F:
 def is_prompt(func: object) -> bool:
     """Tell whether calls of a function run at once."""
     return getattr(func, "_rayrpc_is_prompt", None) is True
+
+
+def asked_ahead(func: F) -> F:
+    """Note that calls of a function of this package wait for others before them, and are not slow.
+
+    Args:
+        func: replies in its turn.
+    """
+    func._rayrpc_is_asked_ahead = True  # type: ignore[attr-defined]
+    return func
+
+
+def is_asked_ahead(func: object) -> bool:
+    """Tell whether calls of a function wait for others before them."""
+    return getattr(func, "_rayrpc_is_asked_ahead", None) is True
 
 
 def forwards(func: F) -> F:

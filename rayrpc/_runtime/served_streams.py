@@ -33,7 +33,7 @@ from rayrpc._protocol.messages import Frame, size_of
 from rayrpc._protocol.transport import Deferred
 from rayrpc._runtime.coroutines import Coroutines
 from rayrpc._runtime.hooks import IncomingCall
-from rayrpc._runtime.invocation import Invocation, forwards, user_function
+from rayrpc._runtime.invocation import Invocation, asked_ahead, forwards, user_function
 from rayrpc._runtime.iteration import AsyncSteps, Ended, Steps
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.serialization.remote_errors import described_as
@@ -65,6 +65,7 @@ class Turn(NamedTuple):
     number: int
 
 
+@asked_ahead
 @profiled_by_name
 @async_execution
 def advance(created_on: int, name: str, local_id: int, number: int) -> Turn:
@@ -221,7 +222,10 @@ class ServedStreams:
         """Return the iterator of a stream, or the error of the function that was to make it."""
         handle = self._own.get(rref_id) if rref_id.created_on == self._me.id else None
         cell: Cell = self._rrefs.lookup(rref_id) if handle is None else handle._cell
-        return cell.wait()  # it is there: its creator knows
+        outcome: Outcome[ServedIterator] | None = cell.value
+        if outcome is None:  # else its creator knows that it is there
+            raise CallError(f"the stream of RRef {rref_id} has not been opened")
+        return outcome
 
     def _step(
         self, steps: Steps, frame: Frame, entry: ServedCall, call: IncomingCall | None

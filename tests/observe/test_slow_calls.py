@@ -14,6 +14,7 @@ from rayrpc._observe import slow_calls
 from rayrpc._observe.report import Inspector
 from rayrpc._observe.slow_calls import SlowCalls
 from rayrpc.functions import async_execution
+from rayrpc.streams import open_stream
 
 go = threading.Event()
 later = []
@@ -90,6 +91,22 @@ def test_calls_that_are_queued_or_have_a_future_say_so(pair, caplog):
     a.future(b, len, "abc")
     (message,) = logged(caplog, slow, 1)
     assert message.endswith("to run len: it waits there for one of 1 slots, with 1 calls in all")
+
+
+def waits():
+    yield go.wait(60)
+
+
+def test_values_of_streams_are_not_logged_as_they_wait_for_those_before_them(pair, caplog):
+    a, b, slow = pair
+
+    stream = open_stream(a.agent, b.name, waits, None, None, 8, 0)
+    future = a.future(b, answers_later)
+    assert eventually(lambda: later and b.agent.callee.active == 9)
+    (message,) = logged(caplog, slow, 1)
+    assert "answers_later" in message
+    go.set()
+    assert list(stream) == [True] and not future.done()
 
 
 def test_a_worker_that_does_not_answer_is_said(pair, caplog, monkeypatch):

@@ -251,6 +251,31 @@ def test_a_reply_may_come_later_and_out_of_order(sides):
     assert all(call.wait(WAIT_SECONDS).data == b"late%d" % i for i, call in calls.items())
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("size", [100, 300_000, 3_000_000])
+def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size, at_once):
+    caller, callee = sides
+
+    def answer(frame):
+        deferred = Deferred()
+
+        def end():
+            buffer = bytearray(b"r" * size)
+            deferred.set(callee.reply(frame, b"late", [pickle.PickleBuffer(buffer)]))
+            buffer[:] = b"x" * size
+
+        if at_once:
+            end()
+        else:
+            threading.Timer(0.05, end).start()
+        return deferred
+
+    callee.answer = answer
+    for number in range(3):
+        reply = caller.transport.call(callee.member, frame(30 + number)).wait(WAIT_SECONDS)
+        assert [bytes(b) for b in reply.buffers] == [b"r" * size]
+
+
 def test_waiting_has_a_timeout_and_the_call_goes_on(sides):
     caller, callee = sides
     go = threading.Event()
