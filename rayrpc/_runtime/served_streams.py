@@ -204,7 +204,14 @@ class ServedStreams:
         def step() -> Frame:
             return self._step(steps, frame, entry, call)
 
-        if not steps.take(turn.number, lambda: self._slots.submit(lambda: run(step))):
+        def begin() -> None:
+            try:
+                self._slots.submit(lambda: run(step))
+            except RuntimeError as exc:  # no thread can be started
+                outcome = Error(exc)
+                run(lambda: self._reply(frame, entry, outcome, call))
+
+        if not steps.take(turn.number, begin):
             return deferred
         try:
             made = step()

@@ -49,6 +49,11 @@ class Slow(torch.autograd.Function):
 def slow(x, seconds):
     return Slow.apply(x, seconds)
 
+def tensors(number):
+    for each in range(number):
+        time.sleep(0.05)
+        yield torch.full((1 << 18,), float(each))
+
 rpc.init_rpc(f"w{rank}", rank=rank, world_size=size)
 for other in range(size):
     assert rpc.rpc_sync(f"w{other}", torch.add, args=(torch.ones(2), 1)).sum() == 4
@@ -67,6 +72,14 @@ for line in sys.stdin:
                 rpc.rpc_sync(rest, torch.neg, args=(torch.ones(4 << 20),))
         elif word == "call":
             say("called", rpc.rpc_sync(rest, max, args=(1, 2)))
+        elif word == "stream":
+            to, number = rest.split()
+            values = []
+            for value in rpc.stream(to, tensors, args=(int(number),)):
+                if not values:
+                    say("streaming")
+                values.append(int(value[-1]))
+            say("streamed", values == list(range(int(number))))
         elif word == "own":
             owned = rpc.remote(rest, torch.ones, args=(2,))
             owned.to_here()

@@ -51,6 +51,25 @@ def test_a_short_cut_loses_nothing(ranks):
 
 
 @pytest.mark.slow
+def test_a_stream_survives_a_short_cut_and_fails_with_one_that_stays(ranks):
+    hosts, (a, b) = ranks(2)
+    a.tell("stream w1 60")
+    a.wait_for("streaming")
+    hosts.cut(2)
+    time.sleep(PEER_TIMEOUT / 2)
+    hosts.heal(2)
+    assert a.wait_for("streamed", "error") == "streamed True"
+    a.tell("stream w1 100000")
+    a.wait_for("streaming")
+    hosts.cut(2)
+    line = a.wait_for("streamed", "error")
+    assert "has not answered for" in line and "10.88.0.2" in line
+    for rank in (a, b):
+        rank.tell("shutdown")
+        rank.wait_for("shut", "error")
+
+
+@pytest.mark.slow
 def test_a_cut_during_large_transfers_fails_them(ranks):
     hosts, (a, b) = ranks(2)
     a.tell("push w1")
