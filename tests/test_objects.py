@@ -455,8 +455,15 @@ class TestDeaths:
         ray.kill(store._actor, no_restart=False)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(lost, timeout=WAIT)
-        later = rpc.object_ref(rpc.rpc_async("alice", targets.nap, args=(0.2, 7)))
-        assert ray.get(later, timeout=WAIT) == 7
+
+        def comes():
+            later = rpc.object_ref(rpc.rpc_async("alice", targets.nap, args=(0.2, 7)))
+            try:
+                return ray.get(later, timeout=WAIT) == 7
+            except ray.exceptions.ActorUnavailableError:  # Ray is still restarting the actor
+                return False
+
+        assert eventually(comes)
 
     def test_an_object_outlives_a_holder(self, workers):
         rpc.start_workers(["dave"])

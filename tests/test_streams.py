@@ -55,7 +55,7 @@ async def collect(stream):
     return [value async for value in stream]
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 100])
+@pytest.mark.parametrize("window", [1, 8, 100])
 @pytest.mark.parametrize("func", GENERATORS)
 def test_all_values_arrive_in_order(func, window):
     values = list(range(30))
@@ -96,7 +96,7 @@ def test_at_most_the_window_is_under_way(func):
     stream.close()
 
 
-@pytest.mark.parametrize("floats", [2, 1 << 20])
+@pytest.mark.parametrize("floats", [2, 1 << 18])
 @pytest.mark.parametrize("to", ["alice", "driver"])
 def test_a_value_is_what_it_was_when_it_was_yielded(to, floats):
     got = [set(x.tolist()) for x in rpc.stream(to, targets.same_tensor, args=(20, floats))]
