@@ -302,7 +302,8 @@ class Group:
             return
         try:
             if graceful and not agent.has_left:
-                wait = agent.join if agent.is_static_group else agent.drain
+                static = agent.is_static_group
+                wait = functools.partial(agent.join, True) if static else agent.drain
                 wait(timeout=timeout)
                 agent.rrefs.delete_all(DELETE_SECONDS)
                 wait(timeout=timeout)

@@ -329,10 +329,10 @@ class Agent:
         """Wait until no member has calls under way; see ``Quiescence.join``.
 
         Args:
-            shutdown: accepted for torch's sake.
+            shutdown: this worker is to leave: end its streams.
             timeout: in seconds; 0: none.
         """
-        self._quiescence.join(timeout)
+        self._quiescence.join(timeout, shutdown)
 
     def drain(self, timeout: float = 0) -> None:
         """Wait until this worker makes and serves no calls; see ``Quiescence.drain``."""

@@ -103,8 +103,9 @@ class Steps:
         """Let the next step begin; each ``make`` has one."""
         with self._lock:
             self._due += 1
-            finish = None if self._has_ended else self._finish
-            if self._has_ended:
+            has_ended = self._has_ended
+            finish = None if has_ended else self._finish
+            if has_ended:
                 due = [*self._turns.values()]
                 self._turns.clear()
             else:
@@ -115,7 +116,7 @@ class Steps:
             finish()
         for begin in due:
             begin()
-        if self._has_ended:
+        if has_ended:
             self._closed.set(Value(None))
 
     def close(self, submit: Callable[[Task], object]) -> Promise[Outcome[None]]:

@@ -40,7 +40,7 @@ class Quiescence:
         self._directory = directory
         self._joins = 0
 
-    def join(self, timeout: float) -> None:
+    def join(self, timeout: float, leaves: bool = False) -> None:
         """Wait until no member has calls under way, nor calls that those may cause.
 
         Each member reports, while idle, how many calls it sent and served.  When the reports of
@@ -48,6 +48,7 @@ class Quiescence:
 
         Args:
             timeout: in seconds; 0: none.
+            leaves: end this worker's streams, as ``drain`` does.
 
         Raises:
             GroupError: a member did not report in time.
@@ -57,7 +58,7 @@ class Quiescence:
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
-            self.drain(timeout)
+            self._wait(timeout, leaves)
             left = deadline.remaining()
             if left is not None:
                 left = max(MIN_SYNC_SECONDS, left)
@@ -72,7 +73,7 @@ class Quiescence:
             round_number += 1
 
     def drain(self, timeout: float) -> None:
-        """Wait until this worker makes and serves no calls.
+        """Wait until this worker, which is to leave, makes and serves no calls; end its streams.
 
         Args:
             timeout: in seconds; 0: none.
@@ -80,8 +81,11 @@ class Quiescence:
         Raises:
             GroupError: it still does after that.
         """
+        self._wait(timeout, leaves=True)
+
+    def _wait(self, timeout: float, leaves: bool) -> None:
         release_reader()
-        for stream in list(self._caller.streams):
+        for stream in list(self._caller.streams) if leaves else ():
             stream.end(shut_down())  # its iterator may never end
         deadline = Deadline(timeout or None)
         find = self._worker.members.find
