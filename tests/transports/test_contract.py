@@ -116,14 +116,19 @@ def test_a_frame_and_its_reply_arrive_whole(sides):
     assert seen == [(Kind.CALL, 7, {"hook": 1}, [b"x" * 10, b"y" * 300_000])]
 
 
+def references(side):
+    """Return two references to objects, as the side's transport can send them."""
+    if side.kind.startswith("memory"):
+        return "one", "two"
+    import ray
+
+    return ray.put("one"), ray.put("two")
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_references_to_objects_arrive_with_requests_and_replies(sides, is_late):
     caller, callee = sides
-    refs: tuple[Any, ...] = ("one", "two")
-    if not caller.kind.startswith("memory"):
-        import ray
-
-        refs = (ray.put("one"), ray.put("two"))
+    refs = references(caller)
     seen = []
 
     def answer(request):
@@ -252,16 +257,20 @@ def test_a_reply_may_come_later_and_out_of_order(sides):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("refers", [True, False])
 @pytest.mark.parametrize("size", [100, 300_000, 3_000_000])
-def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size, at_once):
+def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size, refers, at_once):
     caller, callee = sides
+    refs = references(caller) if refers else ()
 
     def answer(frame):
         deferred = Deferred()
 
         def end():
             buffer = bytearray(b"r" * size)
-            deferred.set(callee.reply(frame, b"late", [pickle.PickleBuffer(buffer)]))
+            reply = callee.reply(frame, b"late", [pickle.PickleBuffer(buffer)])
+            reply.objects = Objects(refs) if refers else None
+            deferred.set(reply)
             buffer[:] = b"x" * size
 
         if at_once:

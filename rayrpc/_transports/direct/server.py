@@ -429,6 +429,7 @@ class ServerConnection:
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         if reply.objects is not None:
+            reply.keep_buffers()  # it is sent later
             self._serving.add(~frame.call_id)  # no thread's ident
             self._threads.submit(functools.partial(self._send_elsewhere, frame, reply))
             return
