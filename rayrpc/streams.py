@@ -294,39 +294,32 @@ class Stream(Generic[T]):
             CallTimeoutError: it was not closed in time.
             Exception: what the generator raised.
         """
-        rref = self._rref
-        self.end()
-        if rref is None or self._agent.has_left:
-            return
         deadline = Deadline(self._timeout)
-        self._wait(self._opened, deadline, closes=True)
-        if (future := self._close()) is not None:
+        for future in self._closing():
             self._wait(future, deadline, closes=True)
-            with contextlib.suppress(WorkerDiedError):
-                future.wait()
-        del rref  # not before
 
     async def aclose(self) -> None:
         """Close the generator, as ``close`` does, in a coroutine."""
+        deadline = Deadline(self._timeout)
+        for future in self._closing():
+            await self._wait_async(future, deadline, closes=True)
+
+    def _closing(self) -> Iterator[Any]:
+        """Close the generator; yield each Future that is to be waited for meanwhile."""
         rref = self._rref
         self.end()
         if rref is None or self._agent.has_left:
             return
-        deadline = Deadline(self._timeout)
-        await self._wait_async(self._opened, deadline, closes=True)
-        if (future := self._close()) is not None:
-            await self._wait_async(future, deadline, closes=True)
-            with contextlib.suppress(WorkerDiedError):
-                future.wait()
-        del rref  # not before
-
-    def _close(self) -> Any:
-        """Return the Future of the call that closes the generator; None: there is none."""
+        yield self._opened
         if isinstance(attempt(self._opened.wait), Error):
-            return None
+            return  # there is no generator
         created_on, local_id = self._id
-        args = created_on, self._name, local_id
-        return self._agent.caller.future(self._to, Invocation(served_streams.close, args), None)
+        closing = Invocation(served_streams.close, (created_on, self._name, local_id))
+        future = self._agent.caller.future(self._to, closing, None)
+        yield future
+        with contextlib.suppress(WorkerDiedError):
+            future.wait()
+        del rref  # not before
 
     def __enter__(self) -> Stream[T]:
         return self

@@ -1,6 +1,7 @@
 """Functions and classes that tests call on workers; importable there by name."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -269,32 +270,34 @@ def count_owned():
 log: list[Any] = []
 
 
+@contextlib.contextmanager
+def end_noted() -> Iterator[None]:
+    """Note in ``log`` how a generator ends."""
+    try:
+        yield
+    except BaseException as error:
+        log.append(type(error).__name__)
+        raise
+    finally:
+        log.append("closed")
+
+
 def up_to(number: int, seconds: float = 0.0) -> Iterator[int]:
     """Yield numbers; note in ``log`` how many were made, and how it ended."""
-    try:
+    with end_noted():
         for each in range(number):
             time.sleep(seconds)
             log.append(each)
             yield each
-    except BaseException as error:
-        log.append(type(error).__name__)
-        raise
-    finally:
-        log.append("closed")
 
 
 async def up_to_async(number: int, seconds: float = 0.0) -> AsyncIterator[int]:
     """Yield numbers, as ``up_to`` does."""
-    try:
+    with end_noted():
         for each in range(number):
             await asyncio.sleep(seconds)
             log.append(each)
             yield each
-    except BaseException as error:
-        log.append(type(error).__name__)
-        raise
-    finally:
-        log.append("closed")
 
 
 def take_log() -> list[Any]:

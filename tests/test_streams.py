@@ -33,7 +33,7 @@ def logged(name="alice"):
 
 def owned(name):
     """Return how many RRefs a worker owns."""
-    return int(rpc.rpc_sync(name, targets.rref_info)["num_owner_rrefs"])
+    return rpc.rpc_sync(name, targets.count_owned)
 
 
 def has_closed(name="alice", found=None):

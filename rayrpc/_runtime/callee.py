@@ -54,7 +54,7 @@ class Callee:
         self._slots = slots
         self._coroutines = Coroutines("rayrpc-loop")
         self.streams = ServedStreams(
-            worker, slots, self._coroutines, self._iterate, self._resumed, self._reply, _settle
+            worker, slots, self._coroutines, self._invoke, self._resumed, self._reply, _settle
         )
         self._quick = LatencyProfile()
         self._short = LatencyProfile(SHORT_SECONDS)
@@ -233,17 +233,11 @@ class Callee:
         objects = frame.objects.refs if received is None else received.value
         return Invocation(*codec.decode(frame.data, frame.buffers, frame.forks, objects=objects))
 
-    def _invoke(self, invocation: Invocation, is_async: bool) -> Any:
+    def _invoke(self, invocation: Invocation, is_async: bool = False) -> Any:
         if not self.around:
             return running.run(invocation, is_async)
         with all_of([enter(invocation) for enter in list(self.around)]):
             return running.run(invocation, is_async)
-
-    def _iterate(self, invocation: Invocation) -> Any:
-        if not self.around:
-            return invocation()
-        with all_of([enter(invocation) for enter in list(self.around)]):
-            return invocation()
 
     def _resumed(self, call: IncomingCall) -> AbstractContextManager[Any]:
         return self._hooked(call, "before_resume")

@@ -9,14 +9,13 @@ table has medians.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
 from torch.futures import Future
+from turns import medians
 
 import rayrpc as rpc
 
@@ -73,14 +72,7 @@ def main() -> None:
     print(f"{'ms, medians':30} {'Ray':>8} {'rayrpc':>8} {'times faster':>13}")
     for size, floats in SIZES.items():
         for name, ways in pairs(peer, torch.rand(floats)).items():
-            times: list[list[float]] = [[], []]
-            for number in range(rounds + 3):
-                for way, found in zip(ways, times, strict=True):
-                    start = time.perf_counter()
-                    way()
-                    if number >= 3:
-                        found.append(time.perf_counter() - start)
-            theirs, mine = (1e3 * statistics.median(found) for found in times)
+            theirs, mine = (1e3 * seconds for seconds in medians(ways, rounds, warm_up=3))
             print(f"{name + ', ' + size:30} {theirs:8.2f} {mine:8.2f} {theirs / mine:13.1f}")
     rpc.shutdown()
 

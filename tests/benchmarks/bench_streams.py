@@ -9,22 +9,21 @@ way once, in turns; the table has medians.  A batch has as many calls as the win
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 import torch
+from turns import medians
 
 import rayrpc as rpc
 
 #: what is handed out (floats of a tensor; 0: an int), how many values a round, and the window
 LOADS = {
-    "int, window 8": (0, 2000, 8),
-    "int, window 64": (0, 2000, 64),
-    "8 B tensor, window 8": (2, 2000, 8),
-    "8 B tensor, window 64": (2, 2000, 64),
+    "int, window 8": (0, 2048, 8),
+    "int, window 64": (0, 2048, 64),
+    "8 B tensor, window 8": (2, 2048, 8),
+    "8 B tensor, window 64": (2, 2048, 64),
     "1 MB tensor, window 8": (1 << 18, 200, 8),
     "16 MB tensor, window 8": (1 << 22, 32, 8),
 }
@@ -86,15 +85,9 @@ def main() -> None:
     peer = actor()
     print(f"{'us a value, medians':26} {'Ray':>8} {'batches':>8} {'stream':>8} {'faster':>8}")
     for name, load in LOADS.items():
-        of_load = ways(peer, *load)
-        times: list[list[float]] = [[] for _ in of_load]
-        for number in range(rounds + 1):
-            for way, found in zip(of_load, times, strict=True):
-                start = time.perf_counter()
-                got = way()
-                if number:
-                    found.append((time.perf_counter() - start) / got)
-        theirs, batches, stream = (1e6 * statistics.median(found) for found in times)
+        _, count, _ = load
+        found = medians(ways(peer, *load), rounds, warm_up=1)
+        theirs, batches, stream = (1e6 * seconds / count for seconds in found)
         row = f"{theirs:8.1f} {batches:8.1f} {stream:8.1f} {batches / stream:8.2f}"
         print(f"{name:26} {row}", flush=True)
     rpc.shutdown()
