@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         shutdown,
     )
     from rayrpc.backend_registry import BackendType
+    from rayrpc.cancellation import cancel
     from rayrpc.compat import install, uninstall
     from rayrpc.config import Settings, configure, settings
     from rayrpc.futures import as_completed
@@ -57,6 +58,7 @@ __all__ = [
     "__version__",
     "as_completed",
     "as_future",
+    "cancel",
     "configure",
     "connect",
     "errors",
@@ -111,6 +113,7 @@ _HOMES = {
     "rayrpc.rref_proxy": ("PyRRef", "RRef"),
     "rayrpc._protocol.ids": ("WorkerInfo",),
     "rayrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions"),
+    "rayrpc.cancellation": ("cancel",),
     "rayrpc.compat": ("install", "uninstall"),
     "rayrpc.config": ("Settings", "configure", "settings"),
     "rayrpc.futures": ("as_completed",),

@@ -30,6 +30,7 @@ __all__ = [
     "CallError",
     "CallLostError",
     "CallTimeoutError",
+    "CancelledError",
     "ClusterError",
     "ConfigError",
     "DeviceMapError",
@@ -78,6 +79,10 @@ class CallError(RpcError):
 
 class CallTimeoutError(CallError):
     """A call took longer than its timeout."""
+
+
+class CancelledError(CallError):
+    """A call was cancelled by ``cancel``, or by the interrupt of what waited for it."""
 
 
 class SerializationError(CallError, TypeError):

@@ -223,6 +223,8 @@ def make_agent(
     )
     if isinstance(contexts, GradContexts):
         contexts.attach(agent)
+    if settings.cancel_on_interrupt:
+        agent.caller.on_interrupted_wait = agent.cancelling.notify
     if settings.profile_calls:
         agent.hooks.append(KinetoHook(agent.callee.around))
     if settings.log_level == "DEBUG":

@@ -301,9 +301,9 @@ async def up_to_async(number: int, seconds: float = 0.0) -> AsyncIterator[int]:
 
 
 def take_log() -> list[Any]:
-    """Return the log, and clear it."""
+    """Return the log, and clear it of that; other threads may add to it meanwhile."""
     taken = [*log]
-    log.clear()
+    del log[: len(taken)]
     return taken
 
 
@@ -344,3 +344,54 @@ def rrefs_to(number: int) -> Iterator[Any]:
 def whoever(number: int) -> Iterator[str]:
     for _ in range(number):
         yield rpc.get_worker_info().name
+
+
+# -- cancellation -------------------------------------------------------------------------------
+
+
+def spin() -> None:
+    """Run until interrupted; note it in ``log``."""
+    log.append("begun")
+    try:
+        while True:
+            time.sleep(0.001)
+    except BaseException as error:
+        log.append(type(error).__name__)
+        raise
+    finally:
+        log.append("ended")
+
+
+async def await_spin(to: str) -> Any:
+    future: Any = rpc.rpc_async(to, spin)
+    try:
+        return await future
+    except asyncio.CancelledError as error:
+        log.append(type(error).__name__)
+        raise
+
+
+async def nap_async(seconds: float, result: Any = None) -> Any:
+    await asyncio.sleep(seconds)
+    return result
+
+
+def total(to: str, number: int) -> int:
+    """Add up what a stream yields."""
+    return sum(rpc.stream(to, up_to, args=(number,)))
+
+
+def served() -> int:
+    """Return how many calls this worker serves."""
+    active: int = rpc._get_current_rpc_agent().callee.active
+    return active
+
+
+def chatter(to: str, number: int) -> int:
+    """Call another worker again and again, in several ways."""
+    for each in range(number):
+        assert rpc.rpc_sync(to, add, args=(each,)) == each + 1
+        tensor = torch.full((2,), float(each))
+        assert rpc.rpc_async(to, identity, args=(tensor,)).wait()[0] == each
+        assert rpc.remote(to, add, args=(each,)).to_here() == each + 1
+    return number

@@ -227,6 +227,9 @@ class Transport(abc.ABC):
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         """End the calls to a peer, and the replies expected of it, which is known to be gone."""
 
+    def kill(self, peer: Member) -> None:  # noqa: B027 - there may be no such processes
+        """End the process of a peer at once, if it is that of the actor which peers call."""
+
     def sent_bytes(self) -> dict[str, int]:
         """Return how many bytes were sent so far by way, such as "connection"."""
         return {}

@@ -7,7 +7,10 @@
     caller              a call at its caller: encode, send, wait or be called back, decode
     open_call           ... that is under way and completes by callback
     started_call        ... that is waited for later, or abandoned
+    waiting_call        ... that a thread waits for
     call_errors         ... that ends without a reply
+    current_call        ... for whose function a thread runs
+    cancelling          ... that is cancelled, at both ends
     interrupting_calls  calls of finalizers and of handlers of signals
     serialization       objects to bytes and buffers
     callee              a call at its callee: decode, run, encode

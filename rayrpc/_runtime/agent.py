@@ -20,6 +20,7 @@ from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
+from rayrpc._runtime.cancelling import Cancelling
 from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.members import Members
@@ -119,6 +120,9 @@ class Agent:
             self._worker.devices.add(member)
         self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
         self.callee = Callee(self._worker, self.slots)
+        self.cancelling = self.callee.cancelling = Cancelling(
+            self.caller, self.callee.under_way, self._threads.submit, transport.kill
+        )
         self._quiescence = Quiescence(self._worker, self.caller, self.callee, directory)
 
     def start(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rayrpc.errors import CallError, CallTimeoutError
+from rayrpc._runtime.invocation import user_function
+from rayrpc.errors import CallError, CallTimeoutError, CancelledError
 
-__all__ = ["shut_down", "timed_out"]
+__all__ = ["cancelled", "shut_down", "timed_out"]
 
 
 def timed_out(timeout: float | None) -> CallTimeoutError:
@@ -16,6 +17,17 @@ def timed_out(timeout: float | None) -> CallTimeoutError:
         f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
         "with an error"
     )
+
+
+def cancelled(func: object, worker: str) -> CancelledError:
+    """Return the error of a call that was cancelled.
+
+    Args:
+        func: what it runs; None: it fetches a value.
+        worker: name of the callee.
+    """
+    name = "of a fetch" if func is None else f"of {user_function(func) or 'rayrpc'}"
+    return CancelledError(f"the call {name} on RPC worker {worker!r} was cancelled")
 
 
 def shut_down() -> CallError:

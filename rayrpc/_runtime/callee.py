@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import pickle
 import threading
@@ -21,12 +22,14 @@ from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime import running
+from rayrpc._runtime.call_errors import cancelled
+from rayrpc._runtime.cancelling import Cancelled, Cancelling, cancellable, interruptible
 from rayrpc._runtime.coroutines import Coroutines, stepwise
 from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
 from rayrpc._runtime.invocation import Invocation, user_function
 from rayrpc._runtime.objects import receive
 from rayrpc._runtime.serialization.devices import refuse
-from rayrpc._runtime.serialization.remote_errors import RemoteException, describe
+from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, described_as
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.served_streams import ServedStreams, Turn
@@ -62,6 +65,8 @@ class Callee:
         self._calls: dict[ServedCall, None] = {}  # users' calls, until they are replied to
         self._fetches: dict[ServedCall, None] = {}  # those that wait for their values
         self.served = 0
+        #: cancels calls; set by the agent
+        self.cancelling: Cancelling
         #: answers INSPECT frames, given their data
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
@@ -129,6 +134,9 @@ class Callee:
         with self._lock:
             self._calls[entry] = None
             self.served += 1
+        early = self.cancelling.early
+        if early and (frame.src, frame.call_id) in early:
+            entry.is_cancelled = True
         if frame.kind is Kind.REMOTE:
             assert frame.rref_id is not None and frame.fork_id is not None
             entry.cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
@@ -188,6 +196,9 @@ class Callee:
         call: IncomingCall | None = None
         taken = monotonic() if frame.meta else 0.0
         try:
+            if entry.is_cancelled:
+                self._worker.codec.discard(frame.forks, set())
+                raise asyncio.CancelledError
             invocation = self._decode(frame, received)
             frame.data, frame.buffers, frame.objects = b"", [], None
             if frame.forks:
@@ -197,19 +208,17 @@ class Callee:
             if not is_quick:
                 release_reader(briefly=self._short.is_quick(key))
             entry.func = key[1] if type(key) is tuple else invocation.func
-            entry.thread = threading.get_ident()
             start = perf_counter()
             if frame.meta:
                 call = IncomingCall(frame.src, invocation, frame.meta)
                 call.arrived, call.taken = entry.since, taken
                 with self._hooked(call, "before_run"):
-                    value = self._invoke(invocation, frame.is_async)
+                    value = self._invoke(entry, invocation, frame.is_async)
                 call.invocation = None
             else:
-                value = self._invoke(invocation, frame.is_async)
+                value = self._invoke(entry, invocation, frame.is_async)
             del invocation  # its arguments may be needed no longer
             seconds = perf_counter() - start
-            entry.thread = 0
             self._quick.record(key, seconds, self.active == 1)
             if not is_quick:
                 self._short.record(key, seconds, self.active == 1)
@@ -233,11 +242,11 @@ class Callee:
         objects = frame.objects.refs if received is None else received.value
         return Invocation(*codec.decode(frame.data, frame.buffers, frame.forks, objects=objects))
 
-    def _invoke(self, invocation: Invocation, is_async: bool = False) -> Any:
+    def _invoke(self, entry: ServedCall, invocation: Invocation, is_async: bool = False) -> Any:
         if not self.around:
-            return running.run(invocation, is_async)
+            return interruptible(entry, running.run, invocation, is_async)
         with all_of([enter(invocation) for enter in list(self.around)]):
-            return running.run(invocation, is_async)
+            return interruptible(entry, running.run, invocation, is_async)
 
     def _resumed(self, call: IncomingCall) -> AbstractContextManager[Any]:
         return self._hooked(call, "before_resume")
@@ -248,6 +257,9 @@ class Callee:
         """Reply with the value of a Future, when that is done."""
         if type(value) is Turn:
             return self.streams.serve(frame, entry, value, call)
+        if type(value) is Cancelled:
+            self.cancelling.serve(frame.src, value.call_id)
+            return self._reply(frame, entry, Value(None), call)
         if not isinstance(value, AnyFuture):
             error = RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
@@ -278,6 +290,7 @@ class Callee:
 
         if call is not None:
             coroutine = stepwise(coroutine, lambda: self._resumed(call))
+        coroutine = cancellable(entry, coroutine)
         self._coroutines.submit(
             coroutine, lambda outcome: _settle(deferred, frame, lambda: reply(outcome))
         )
@@ -289,6 +302,8 @@ class Callee:
         try:
             if self._before_reply is not None:
                 self._before_reply(entry, outcome)
+            if entry.is_cancelled and isinstance(outcome, Error):
+                outcome = self._cancelled(frame, entry)
             if entry.cell is not None:
                 return self._keep(frame, entry, outcome, call)
             if isinstance(outcome, Error):
@@ -298,6 +313,11 @@ class Callee:
             with self._lock:
                 self._calls.pop(entry, None)
 
+    def _cancelled(self, frame: Frame, entry: ServedCall) -> Error:
+        """Return the error of a call that was cancelled, which is not printed here."""
+        error = cancelled(entry.func, self._me.name)
+        return Error(error, described_as(f"On {self._me}:\n{error!r}\n", error, pickle.dumps))
+
     def _keep(
         self, frame: Frame, entry: ServedCall, outcome: Outcome[Any], call: IncomingCall | None
     ) -> Frame:
@@ -306,7 +326,7 @@ class Callee:
         entry.cell.made = entry.func
         if isinstance(outcome, Error):
             # its traceback's frames would keep the function's arguments alive
-            remote = self._describe(frame, outcome.error)
+            remote = outcome.remote or self._describe(frame, outcome.error)
             name = "a function" if entry.func is None else user_function(entry.func)
             named = name and f"The call of {name} by remote on RPC worker {self._me.name!r}"
             outcome = Error(outcome.error.with_traceback(None), remote, named)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import pickle
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +20,8 @@ from rayrpc._protocol.ids import EPOCH_BITS, GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
 from rayrpc._protocol.transport import Pending
-from rayrpc._runtime.call_errors import shut_down, timed_out
+from rayrpc._runtime.call_errors import cancelled, shut_down, timed_out
+from rayrpc._runtime.current_call import is_interrupt
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of, meta_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
 from rayrpc._runtime.invocation import NOTHING, Invocation, is_prompt
@@ -33,15 +32,11 @@ from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.started_call import StartedCall
+from rayrpc._runtime.waiting_call import await_reply
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import SerializationError, WorkerDiedError
+from rayrpc.errors import CancelledError, SerializationError, WorkerDiedError
 
 __all__ = ["Caller"]
-
-# How often a blocking call checks whether its own worker was shut down.
-POLL_SECONDS = 0.5
-# Polls after the loss of a peer in which a reply that arrived before may be read.
-LOSS_POLLS = 2
 
 
 class Caller:
@@ -76,6 +71,8 @@ class Caller:
         self._waiting: dict[int, Request] = {}  # calls that a thread waits for
         self._lock = threading.Lock()
         self._closed = False
+        #: called with a call whose wait was interrupted
+        self.on_interrupted_wait: Callable[[Request], object] = id
         #: streams that are iterated; shutdown ends them
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self.sent = 0
@@ -88,6 +85,9 @@ class Caller:
     def under_way(self) -> tuple[list[Request], list[OpenCall]]:
         """Return the calls that threads wait for, and those that complete by callback."""
         return list(self._waiting.values()), list(self._open.values())
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def start_threads(self) -> None:
         """Start the threads that calls may need."""
@@ -159,9 +159,11 @@ class Caller:
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
             request = Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func)
-            self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
+            opened = OpenCall(self, request, functools.partial(complete, future))
+            self._start(opened, frame)
             for hook in hooks:
                 future = hook.after_send(call, future)
+            opened.returned = future
         return future
 
     @guarded(InterruptingCalls.refuse)
@@ -326,11 +328,14 @@ class Caller:
         request.thread = threading.get_ident()
         try:
             try:
-                reply = self._await(request, pending, unwanted)
+                death_of = self._worker.members.death_of
+                reply = await_reply(request, pending, death_of, self._is_closed, unwanted)
             except BaseException as exc:  # the reply may come yet
                 self._abandon(request, pending)
                 if isinstance(exc, TimeoutError):
                     raise timed_out(request.timeout) from None
+                if not isinstance(exc, Exception):
+                    self.on_interrupted_wait(request)
                 raise
             try:
                 return self._open_reply(request, reply, taken)
@@ -344,28 +349,6 @@ class Caller:
         """Wait for a call no longer, and release what its reply brings."""
         if self._waiting.pop(request.id, self) is not self:
             pending.on_done(functools.partial(self._on_late_reply, request))
-
-    def _await(
-        self, request: Request, pending: Pending, unwanted: Callable[[], bool] | None
-    ) -> Frame:
-        timeout = request.timeout
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        left = POLL_SECONDS if timeout is None else timeout
-        deaths = 0
-        while True:
-            try:
-                return pending.wait(left if left < POLL_SECONDS else POLL_SECONDS)
-            except TimeoutError:
-                if self._closed:
-                    raise shut_down() from None
-                death = self._worker.members.death_of(request.to)
-                if death is not None:  # the transport may learn of it much later
-                    deaths += 1
-                    if deaths > LOSS_POLLS:
-                        raise death from None
-                left = end - time.monotonic()
-                if left <= 0 or (unwanted is not None and unwanted()):
-                    raise
 
     # -- calls that complete by callback ------------------------------------------------------
 
@@ -390,11 +373,20 @@ class Caller:
     def _expire(self, call_id: int, timeout: float) -> None:
         self._fail(call_id, timed_out(timeout))
 
-    def _fail(self, call_id: int, error: BaseException) -> None:
+    def cancel(self, call: OpenCall) -> bool:
+        """End a call with a ``CancelledError``, unless it has ended; return True if it had not."""
+        request = call.request
+        return self._fail(request.id, cancelled(request.func, request.to.name))
+
+    def _fail(self, call_id: int, error: BaseException) -> bool:
+        """End a call with an error; return False if it has ended in another way."""
         call = self._open.pop(call_id, None)
-        if call is not None and call.end(by_reply=False):
-            outcome = Error(error) if self._closed else call.failed(error)
-            self.threads.submit(lambda: call.done(outcome))
+        if call is None or not call.end(by_reply=False):
+            return False
+        is_known = self._closed or isinstance(error, CancelledError)
+        outcome = Error(error) if is_known else call.failed(error)
+        self.threads.submit(lambda: call.done(outcome))
+        return True
 
     def finish(self, call: OpenCall, outcome: Outcome[Frame]) -> None:
         """Complete a call with the outcome of its transport."""
@@ -416,7 +408,7 @@ class Caller:
                 try:
                     result = Value(self._open_reply(request, outcome.value))
                 except BaseException as exc:
-                    if isinstance(exc, KeyboardInterrupt) and call.is_cheap(outcome):
+                    if call.is_cheap(outcome) and is_interrupt(exc):
                         raise  # it is that of the thread
                     result = call.failed(exc)
             if call.end(by_reply=True):

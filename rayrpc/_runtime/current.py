@@ -14,6 +14,7 @@ from rayrpc.errors import NotInitializedError
 __all__ = [
     "NOT_INITIALIZED",
     "add",
+    "agents",
     "any_agent",
     "default",
     "find",
@@ -99,12 +100,12 @@ def remove(agent: Agent) -> None:
 
 def find(group: str) -> Agent | None:
     """Return the agent of a group that this process is in, if it is."""
-    return next((agent for agent in _agents() if agent.key == group), None)
+    return next((agent for agent in agents() if agent.key == group), None)
 
 
 def names() -> list[str]:
     """Return the names of the groups that this process is in."""
-    return [agent.key for agent in _agents()]
+    return [agent.key for agent in agents()]
 
 
 def leave(agent: Agent) -> None:
@@ -115,7 +116,8 @@ def leave(agent: Agent) -> None:
         logger.warning("could not leave the group at the end of the process", exc_info=True)
 
 
-def _agents() -> list[Agent]:
+def agents() -> list[Agent]:
+    """Return the agents of all groups that this process is in, the default one's first."""
     return [*(agent for agent in (_agent,) if isinstance(agent, Agent)), *_others.values()]
 
 

@@ -29,7 +29,7 @@ from rayrpc._protocol.membership import Member
 from rayrpc._runtime.call_errors import shut_down
 from rayrpc.errors import RpcError
 
-__all__ = ["InterruptingCalls", "guarded"]
+__all__ = ["InterruptingCalls", "guarded", "is_in_function"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,14 @@ _FREE = (
     "rayrpc._runtime.operators",
     "rayrpc._runtime.running",
     "rayrpc._runtime.serialization",
+)
+
+
+# ... and these run the function of a call, nothing else.
+_FUNCTIONS = (
+    "rayrpc._runtime.invocation",
+    "rayrpc._runtime.operators",
+    "rayrpc._runtime.running",
 )
 
 
@@ -94,6 +102,20 @@ def _is_interrupting() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_in_function(frame: FrameType | None) -> bool:
+    """Tell whether a thread that serves a call is in the user's function, and not in this package.
+
+    Args:
+        frame: its innermost one; code of libraries is of what calls it.
+    """
+    while frame is not None:
+        module = _module(frame)
+        if module.startswith(_PACKAGES):
+            return module.startswith(_FUNCTIONS)
+        frame = frame.f_back
+    return False  # it serves no call any more
 
 
 def _is_ours(thread: Any) -> bool:

@@ -62,6 +62,7 @@ class Steps:
         self._is_running = False
         self._has_ended = False
         self._finish: Task | None = None  # it is to be closed: what closes it
+        self._outcome: Outcome[None] = Value(None)  # of closing it after a cancelled step
         self._closed: Promise[Outcome[None]] = Promise()
 
     def take(self, number: int, begin: Task) -> bool:
@@ -96,6 +97,8 @@ class Steps:
             outcome: Outcome[Any] = Value(Ended(stop.value))
         except BaseException as exc:
             outcome = Error(exc)
+            if isinstance(exc, asyncio.CancelledError):  # perhaps it came before the iterator ran
+                self._outcome = self._close_iterator()
         self._has_ended = True
         return outcome
 
@@ -117,7 +120,7 @@ class Steps:
         for begin in due:
             begin()
         if has_ended:
-            self._closed.set(Value(None))
+            self._closed.set(self._outcome)
 
     def close(self, submit: Callable[[Task], object]) -> Promise[Outcome[None]]:
         """Close the iterator once its step has ended; it makes no further values.
@@ -138,11 +141,12 @@ class Steps:
             submit(self._end)
         return self._closed
 
-    def _end(self) -> None:
+    def _close_iterator(self) -> Outcome[None]:
         close = getattr(self._iterator, "close", None)
-        outcome: Outcome[Any] = Value(None)
-        if close is not None:
-            outcome = attempt(Invocation(close).__call__)
+        return Value(None) if close is None else attempt(Invocation(close).__call__)
+
+    def _end(self) -> None:
+        outcome = self._close_iterator()
         with self._lock:
             self._has_ended = True
             due = [*self._turns.values()]

@@ -14,8 +14,10 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Pending
+from rayrpc._runtime.current_call import current_call
 from rayrpc._runtime.hooks import OutgoingCall
 from rayrpc._runtime.invocation import user_function
+from rayrpc._runtime.served_call import ServedCall
 
 __all__ = ["OpenCall", "Request", "Send"]
 
@@ -52,6 +54,8 @@ class Request:
         func: what it runs; None: it fetches a value.
         thread: ident of the thread that waits for it; 0: none does.
         since: ``time.monotonic()`` when it was made.
+        parent: the call for which the function runs that makes it; None: there is none.
+        is_cancelled: the thread that waits for it is to stop.
     """
 
     to: Member
@@ -63,6 +67,8 @@ class Request:
     func: object = None
     thread: int = 0
     since: float = field(default_factory=time.monotonic)
+    parent: ServedCall | None = field(default_factory=current_call.get)
+    is_cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +86,7 @@ class OpenCall:
     request: Request
     done: Done
     on_created: Callable[[], None] | None = None
+    returned: object = None  # the Future that the user got, if hooks have replaced it
     has_outcome: bool = False  # ``finish`` follows
     finishers: list[object] = field(default_factory=list)  # the first one finishes
     _ends: list[bool] = field(default_factory=list)  # the first one counts

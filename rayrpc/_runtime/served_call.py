@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayrpc._protocol.ids import GloballyUniqueId
@@ -23,6 +24,8 @@ class ServedCall:
         func: what it runs; None: not known yet, or nothing.
         thread: ident of the thread that runs the function; 0: none does.
         since: ``time.monotonic()`` at its arrival.
+        is_cancelled: its caller wants no reply; what it runs is to end.
+        stop: cancels its coroutine; None: it runs none.
     """
 
     src: int
@@ -32,3 +35,5 @@ class ServedCall:
     func: object = None
     thread: int = 0
     since: float = field(default_factory=time.monotonic)
+    is_cancelled: bool = False
+    stop: Callable[[], object] | None = None

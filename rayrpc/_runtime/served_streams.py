@@ -15,9 +15,9 @@ that of a call.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -127,7 +127,7 @@ class ServedStreams:
         worker (Worker): its parts.
         slots (Slots): bounds how many users' functions run at a time.
         coroutines (Coroutines): runs asynchronous iterators.
-        run (Callable): runs a user's function.
+        run (Callable): runs a user's function, for a call.
         within (Callable): returns the context, of the hooks that take part, of a part of a call.
         reply (Callable): makes the reply to a call.
         settle (Callable): sets a late reply; takes what makes it.
@@ -138,7 +138,7 @@ class ServedStreams:
         worker: Worker,
         slots: Slots,
         coroutines: Coroutines,
-        run: Callable[[Invocation], Any],
+        run: Callable[[ServedCall, Invocation], Any],
         within: Callable[[IncomingCall], AbstractContextManager[Any]],
         reply: Callable[[Frame, ServedCall, Outcome[Any], IncomingCall | None], Frame],
         settle: Callable[[Deferred, Frame, Callable[[], Frame]], None],
@@ -240,12 +240,10 @@ class ServedStreams:
         """Make a value, and the reply that has it."""
         if not self._quick.is_quick(entry.func):
             release_reader()
-        entry.thread = threading.get_ident()
         start = perf_counter()
         with nullcontext() if call is None else self._within(call):
-            outcome = steps.make(self._run)
+            outcome = steps.make(functools.partial(self._run, entry))
         self._quick.record(entry.func, perf_counter() - start, True)
-        entry.thread = 0
         return self._reply(frame, entry, outcome, call)
 
     def _close(self, steps: Steps) -> Any:

@@ -163,6 +163,11 @@ class Settings:
     rpc_timeout: float = key(
         60.0, SECONDS, "Seconds until a call without a timeout of its own fails; 0: never.", float
     )
+    cancel_on_interrupt: bool = key(
+        True,
+        FLAG,
+        "A blocking call that Ctrl-C interrupts is cancelled: its function is interrupted, too.",
+    )
     slow_call: float = key(
         30.0,
         SECONDS,

@@ -17,6 +17,7 @@ from memory_workers import WAIT, MemoryWorker, memory_group
 from rayrpc._concurrency.outcome import Value
 from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
+from rayrpc._runtime import caller as caller_module
 from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub
@@ -214,20 +215,21 @@ def test_a_call_that_is_abandoned_is_active_no_more(a, b):
     assert a.sync(b, add, 1, 2) == 3
 
 
-@pytest.mark.parametrize("wait", ["_send", "_await"])
+@pytest.mark.parametrize("wait", ["_send", "await_reply"])
 def test_an_interrupted_call_is_active_no_more(a, b, monkeypatch, wait):
     caller = a.agent.caller
-    going = getattr(caller, wait)
+    where = caller if wait == "_send" else caller_module
+    going = getattr(where, wait)
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(caller, wait, interrupted)
+    monkeypatch.setattr(where, wait, interrupted)
     with pytest.raises(KeyboardInterrupt):
         a.sync(b, add, 1, 2)
     with pytest.raises(KeyboardInterrupt):
         caller.start(a.find(b), Invocation(add, (1, 2)), None)()
-    monkeypatch.setattr(caller, wait, going)
+    monkeypatch.setattr(where, wait, going)
     assert caller.active == 0
     assert a.sync(b, add, 1, 2) == 3
 

@@ -60,6 +60,25 @@ def test_an_error_ends_it():
     assert taken(steps, 2) == Value(Ended())
 
 
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_a_cancelled_step_closes_the_generator(is_reached):
+    log: list[str] = []
+
+    def cancelled(invocation):
+        if is_reached:
+            steps._iterator.throw(asyncio.CancelledError)
+        raise asyncio.CancelledError
+
+    steps = Steps(up_to(9, log), up_to)
+    assert taken(steps, 0) == Value(0)
+    assert steps.take(1, lambda: None)
+    error = steps.make(cancelled)
+    steps.end_step()
+    assert isinstance(error, Error) and isinstance(error.error, asyncio.CancelledError)
+    assert log == ["closed"] and taken(steps, 2) == Value(Ended())
+    assert steps.close(submit).wait(WAIT) == Value(None)
+
+
 def test_a_turn_begins_when_the_step_before_has_ended():
     steps = Steps(up_to(9), up_to)
     begun: list[int] = []

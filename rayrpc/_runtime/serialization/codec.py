@@ -26,6 +26,7 @@ import torch
 
 from rayrpc._concurrency.outcome import Value, text_of
 from rayrpc._protocol.messages import PLAIN_TYPES, Fork, Payload, SharedForks
+from rayrpc._runtime.current_call import is_interrupt
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
 from rayrpc._runtime.serialization.recording import (
@@ -370,8 +371,7 @@ class Codec:
         except (pickle.UnpicklingError, EOFError, IndexError) as exc:
             raise SerializationError(f"cannot be unpickled: {text_of(exc)}") from exc
         except BaseException as exc:
-            is_ctrl_c = isinstance(exc, KeyboardInterrupt) and _is_main_thread()
-            if isinstance(exc, Exception) or is_ctrl_c:
+            if isinstance(exc, Exception) or is_interrupt(exc):
                 raise
             raise RuntimeError(f"{type(exc).__name__}: {text_of(exc)}") from exc
         finally:
@@ -380,10 +380,6 @@ class Codec:
 
 def _by_reference(argument: Any) -> Any:
     return ArgumentObject(argument) if type(argument) in object_types else argument
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _too_large(size: int) -> SerializationError:

@@ -190,6 +190,9 @@ class DirectTransport(Transport):
         self._server.expel(peer.token)
         self._fallback.on_peer_lost(_for_fallback(peer), error)
 
+    def kill(self, peer: Member) -> None:
+        self._fallback.kill(_for_fallback(peer))
+
     def sent_bytes(self) -> dict[str, int]:
         return {**self._traffic.total(), **self._fallback.sent_bytes()}
 
@@ -271,9 +274,8 @@ class DirectTransport(Transport):
         return to.node == self._node_id and bool(to.unix and self._server.unix)
 
     def _connections(self) -> list[CallerConnection]:
-        routes = list(self._routes.values())
-        connections = [each.connection for each in routes if each.connection is not None]
-        return connections + [each.bulk for each in connections if each.bulk is not None]
+        found = [c for each in list(self._routes.values()) if (c := each.connection) is not None]
+        return found + [each.bulk for each in found if each.bulk is not None]
 
     def _trim(self) -> None:
         """Free the memory that connections have not used for a while."""

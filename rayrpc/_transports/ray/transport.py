@@ -124,7 +124,7 @@ class RayTransport(Transport):
         endpoint = hosted_endpoint()
         self._hosted = endpoint and endpoint.reserve()
         self._relay: RelayClient | None = None  # once an attached worker has started
-        name = f"{worker}#{token}" if self._hosted is None else self._hosted.name
+        name = _relay_name(worker, token) if self._hosted is None else self._hosted.name
         self._address = Address(name, namespace)
 
     def _start_relay(self) -> Any:
@@ -249,6 +249,10 @@ class RayTransport(Transport):
         self._handles.pop(peer.token, None)
         self._replies.fail(error, token=peer.token)
 
+    def kill(self, peer: Member) -> None:
+        if peer.address.actor != _relay_name(peer.name, peer.token):
+            ray.kill(self._handle(peer))
+
     def sent_bytes(self) -> dict[str, int]:
         return {"ray": self._sent_bytes}
 
@@ -321,6 +325,10 @@ class RayTransport(Transport):
             reply.on_done(functools.partial(self._send_later, frame))
             return DEFERRED
         return self._to_wire(reply, plain=isinstance(wire, tuple))
+
+
+def _relay_name(worker: str, token: str) -> str:
+    return f"{worker}#{token}"
 
 
 def _translated(peer: Member, error: Exception) -> Exception:

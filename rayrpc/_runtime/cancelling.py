@@ -1,0 +1,248 @@
+"""Calls that are cancelled: those that this worker makes, and those that it serves.
+
+    caller                                       callee
+    the Future fails at once
+    cancel_call(id) ───────────────────────────> a queued call does not run
+                                                 a coroutine is cancelled
+                                                 a function is interrupted: its thread raises
+                                                 the calls that it has made are cancelled, too
+
+A function that runs gets an ``asyncio.CancelledError``, as a coroutine does, at its next bytecode.
+Python raises it wherever the thread is.  So its thread is interrupted once, and only while it is in
+users' code: calls of this package that it waits for end by being cancelled.  What is raised late is
+taken back before the thread goes on (``interruptible``).
+
+    QUEUED ── cancel ──> does not run          RUNNING ── cancel ──> INTERRUPTED ──> replies
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from rayrpc._protocol.membership import Member
+from rayrpc._runtime.caller import Caller
+from rayrpc._runtime.current_call import current_call
+from rayrpc._runtime.interrupting_calls import is_in_function
+from rayrpc._runtime.invocation import Invocation, prompt
+from rayrpc._runtime.open_call import OpenCall, Request
+from rayrpc._runtime.served_call import ServedCall
+from rayrpc.errors import RpcError
+from rayrpc.functions import async_execution
+
+__all__ = ["Cancelled", "Cancelling", "cancellable", "interruptible"]
+
+_T = TypeVar("_T")
+
+# When a function is interrupted: the reader of a connection, if it runs in that thread, has been
+# released.  If it is in a call of this package then, it is tried again, less and less often.
+FIRST_SECONDS = 0.01
+MOST_SECONDS = 1.0
+# So many calls that were cancelled before they arrived are remembered.
+MAX_EARLY = 1000
+
+# held while a thread is interrupted, so that none is after its function has ended
+_interrupting = threading.Lock()
+
+
+class Cancelled(NamedTuple):
+    """What ``cancel_call`` returns, to the callee.
+
+    Args:
+        call_id (int): of the call that its caller has cancelled.
+    """
+
+    call_id: int
+
+
+@prompt
+@async_execution
+def cancel_call(call_id: int) -> Cancelled:
+    """Cancel a call of the same caller."""
+    return Cancelled(call_id)
+
+
+class Cancelling:
+    """Cancel the calls of one worker.
+
+    Args:
+        caller (Caller): makes calls.
+        calls (Callable): returns the calls that the worker serves.
+        submit (Callable): runs a task in a thread.
+        kill (Callable): ends the process of a worker, if it is hosted.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        calls: Callable[[], list[ServedCall]],
+        submit: Callable[[Callable[[], object]], object],
+        kill: Callable[[Member], object],
+    ) -> None:
+        self._caller = caller
+        self._calls = calls
+        self._submit = submit
+        self._kill = kill
+        self._lock = threading.Lock()
+        #: calls that were cancelled: some may arrive yet, by the ids of their callers and their own
+        self.early: dict[tuple[int, int], None] = {}
+
+    # -- at the caller ------------------------------------------------------------------------
+
+    def cancel(self, future: object, force: bool) -> bool:
+        """Cancel the call that a Future is of.
+
+        Args:
+            future: of a call.
+            force: end the callee's process, if it is hosted.
+
+        Returns:
+            True if the call was under way, and was this worker's.
+        """
+        for call in self._caller.under_way()[1]:
+            if future is call.future or future is call.returned:
+                is_cancelled = self._cancel(call)
+                if is_cancelled and force:
+                    self._kill(call.request.to)
+                return is_cancelled
+        return False
+
+    def _cancel(self, call: OpenCall) -> bool:
+        if not self._caller.cancel(call):
+            return False
+        self.notify(call.request)
+        return True
+
+    def notify(self, request: Request) -> None:
+        """Have a callee end a call whose reply nobody wants."""
+        with contextlib.suppress(RpcError):  # it is gone, or this worker was shut down
+            self._caller.future(request.to, Invocation(cancel_call, (request.id,)), None)
+
+    def _cancel_calls_of(self, parent: ServedCall) -> None:
+        """Cancel the calls that a function has made that this worker runs for others."""
+        waited, opened = self._caller.under_way()
+        for request in waited:
+            if request.parent is parent and not request.is_cancelled:
+                request.is_cancelled = True  # its thread looks, or has the reply before
+                self.notify(request)
+        for call in opened:
+            if call.request.parent is parent:
+                self._cancel(call)
+
+    # -- at the callee ------------------------------------------------------------------------
+
+    def serve(self, src: int, call_id: int) -> None:
+        """Cancel a call of worker ``src``, which may not have arrived yet, or have ended."""
+        with self._lock:  # before it looks at the calls: one that arrives now looks here
+            self.early[src, call_id] = None
+            if len(self.early) > MAX_EARLY:
+                del self.early[next(iter(self.early))]
+        for call in self._calls():
+            if call.src == src and call.id == call_id and not call.is_cancelled:
+                call.is_cancelled = True
+                self._submit(functools.partial(self._end, call))
+                return
+
+    def _end(self, call: ServedCall) -> None:
+        """End a call that runs."""
+        seconds = FIRST_SECONDS
+        while True:
+            time.sleep(seconds)
+            if call not in self._calls():
+                return
+            stop = call.stop
+            if stop is not None:
+                stop()  # first: its coroutine gets this, and not the errors of its calls
+            self._cancel_calls_of(call)
+            if stop is not None or not call.thread or _interrupt(call):
+                return
+            seconds = min(2 * seconds, MOST_SECONDS)
+
+
+def _interrupt(call: ServedCall) -> bool:
+    """Interrupt the function of a call; return False if its thread cannot be interrupted now."""
+    with _interrupting:
+        if not call.thread or not is_in_function(sys._current_frames().get(call.thread)):
+            return False
+        _set_exception(call.thread, asyncio.CancelledError)
+        return True
+
+
+def _set_exception(thread: int, kind: type[BaseException]) -> None:
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    set_exception(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def interruptible(call: ServedCall, run: Callable[..., _T], *args: Any) -> _T:
+    """Run a function for a call, which may be interrupted; when it ends, no interrupt is to come.
+
+    Args:
+        call: it is noted as that of this thread meanwhile.
+        run, args: the function and its arguments.
+
+    Raises:
+        asyncio.CancelledError: the call was cancelled.
+    """
+    token = current_call.set(call)
+    call.thread = thread = threading.get_ident()
+    try:
+        try:
+            if call.is_cancelled:
+                raise asyncio.CancelledError
+            return run(*args)
+        finally:
+            call.thread = 0
+            if call.is_cancelled:
+                _take_back(thread)
+    finally:  # of its own: an interrupt may strike the one before
+        current_call.reset(token)
+
+
+async def cancellable(call: ServedCall, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine for a call, which may be cancelled."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop, cancel = asyncio.get_running_loop(), task.cancel
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(cancel)
+
+    current_call.set(call)
+    call.stop = stop
+    if call.is_cancelled:
+        coroutine.close()
+        raise asyncio.CancelledError
+    return await coroutine
+
+
+class _TakenBack(BaseException):
+    """Replaces an interrupt that has not been raised."""
+
+
+def _take_back(thread: int) -> None:
+    """Take back an interrupt of this thread that has not been raised; take one that is raised here.
+
+    Another one replaces it, and is raised here.  Were it only cleared, Python would look for it for
+    ever: its flag is reset where an exception is raised.  (Under tracing, 3.11 does nothing else.)
+    """
+    struck: BaseException | None = None
+    while True:
+        try:
+            with _interrupting:
+                _set_exception(thread, _TakenBack)
+            while True:
+                time.sleep(0)
+        except _TakenBack:
+            break
+        except BaseException as exc:  # the one that is to be taken back, or Ctrl-C
+            struck = exc
+    if isinstance(struck, KeyboardInterrupt):
+        raise struck
