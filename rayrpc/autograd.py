@@ -17,11 +17,19 @@ import torch
 
 from rayrpc._autograd.context import DistAutogradContext
 from rayrpc._autograd.engine import profiled
-from rayrpc._autograd.hook import ID_BITS, contexts, find_context
+from rayrpc._autograd.hook import ID_BITS, contexts_of
 from rayrpc._autograd.leader import run_backward
 from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 
-__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
+__all__ = [
+    "DistAutogradContext",
+    "GroupAutograd",
+    "backward",
+    "context",
+    "get_gradients",
+    "is_available",
+]
 
 
 class context:
@@ -36,8 +44,10 @@ class context:
     Source: ``torch.distributed.autograd.context``.
     """
 
+    _agent: Agent | None = None  # that of the default group
+
     def __enter__(self) -> int:
-        self._contexts = contexts()
+        self._contexts = contexts_of(self._agent)
         self.autograd_context = self._contexts.new(holder=self)
         try:
             self._contexts.open(self.autograd_context)
@@ -54,7 +64,7 @@ class context:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            _release_context(self.autograd_context._context_id())
+            self._contexts.release(self.autograd_context._context_id())
         except BaseException:  # Ctrl-C, at any point
             self._contexts.end(self.autograd_context)
             raise
@@ -91,6 +101,15 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
     Source: ``torch.distributed.autograd.backward``.
     """
+    _backward(context_id, roots, retain_graph)
+
+
+def _backward(
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool,
+    agent: Agent | None = None,
+) -> None:
     is_list = isinstance(roots, (list, tuple)) and all(isinstance(r, torch.Tensor) for r in roots)
     if not isinstance(context_id, int) or not is_list:
         raise TypeError(
@@ -98,7 +117,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             "supported: (context_id: int, roots: list[torch.Tensor], retain_graph: bool = False)"
         )
     with profiled("torch::distributed::autograd::backward"):
-        run_backward(context_id, roots, bool(retain_graph))
+        run_backward(context_id, roots, bool(retain_graph), agent)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -117,7 +136,60 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Source: ``torch.distributed.autograd.get_gradients``.
     """
-    return find_context(context_id).gradients()
+    return contexts_of().find_context(context_id).gradients()
+
+
+class GroupAutograd:
+    """Distributed autograd in the calls of a group; ``Group.autograd`` returns it.
+
+    A thread is in one context at a time, of whatever group.  A call of another group than that of
+    the context refuses tensors that require grad.
+
+    Args:
+        agent (Agent): of this process in the group.
+
+    Source: ``torch.distributed.autograd``.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def context(self) -> context:
+        """Open a context of the group; see ``rayrpc.autograd.context``.
+
+        Returns:
+            A context manager, which binds the context's id.
+        """
+        made = context()
+        made._agent = self._agent
+        return made
+
+    def backward(
+        self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False
+    ) -> None:
+        """Compute gradients in a context of the group.
+
+        Args:
+            context_id, roots, retain_graph: as for ``rayrpc.autograd.backward``.
+
+        Raises:
+            TypeError, RuntimeError, WorkerDiedError: see ``rayrpc.autograd.backward``.
+        """
+        _backward(context_id, roots, retain_graph, self._agent)
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Return the gradients of this worker's leaves in a context of the group.
+
+        Args:
+            context_id (int): of a context.
+
+        Returns:
+            As ``rayrpc.autograd.get_gradients``.
+
+        Raises:
+            RuntimeError, Exception: see ``rayrpc.autograd.get_gradients``.
+        """
+        return contexts_of(self._agent).find_context(context_id).gradients()
 
 
 # -- torch's private names, which its tests and libraries use -----------------------------------
@@ -128,26 +200,26 @@ def _init(worker_id: int) -> None:
 
 
 def _new_context() -> DistAutogradContext:
-    found = contexts()
-    opened = found.new()
-    found.open(opened)
+    contexts = contexts_of()
+    opened = contexts.new()
+    contexts.open(opened)
     return opened
 
 
 def _release_context(context_id: int) -> None:
-    contexts().release(context_id)
+    contexts_of().release(context_id)
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    return find_context(context_id)
+    return contexts_of().find_context(context_id)
 
 
 def _current_context() -> DistAutogradContext:
-    return contexts().current()
+    return contexts_of().current()
 
 
 def _is_valid_context(context_id: int) -> None:
-    find_context(context_id)
+    contexts_of().find_context(context_id)
 
 
 def _get_max_id() -> int:
@@ -158,4 +230,4 @@ def _get_debug_info() -> dict[str, str]:
     """Return torch's counters."""
     if not current.is_set():
         return {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
-    return contexts().debug_info()
+    return contexts_of().debug_info()

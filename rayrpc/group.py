@@ -11,6 +11,7 @@ from typing import Any
 from torch.futures import Future
 
 from rayrpc import api, config
+from rayrpc._autograd.leader import run_backward
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
@@ -18,7 +19,8 @@ from rayrpc._protocol.membership import GUEST, Change
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
-from rayrpc.errors import GroupCallError, GroupError, RpcError
+from rayrpc.autograd import GroupAutograd
+from rayrpc.errors import GroupCallError, GroupError
 from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -53,6 +55,14 @@ class Group:
     def me(self) -> WorkerInfo:
         """This process, as a worker of the group."""
         return self._agent.info
+
+    @property
+    def autograd(self) -> GroupAutograd:
+        """Distributed autograd in the group's calls: ``context``, ``backward``, ``get_gradients``.
+
+        Source: ``torch.distributed.autograd``.
+        """
+        return GroupAutograd(self._agent)
 
     def workers(self, pattern: str = "*") -> list[WorkerInfo]:
         """Return the workers whose names match a pattern, by id.
@@ -340,9 +350,7 @@ class GroupApi:
         return LazyRemote(rref, timeout)
 
     def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
-        raise RpcError(
-            f"contexts of distributed autograd are of the default group, not of {self.group.name!r}"
-        )
+        run_backward(context_id, roots, retain_graph, self.group._agent)
 
 
 def _joined(group: str, ended: Mapping[str, Outcome[Any]]) -> Outcome[dict[str, Any]]:

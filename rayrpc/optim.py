@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from rayrpc import api
-from rayrpc._autograd.hook import contexts, find_context, start_without_context
+from rayrpc._autograd.hook import GradContexts, contexts_of, start_without_context
+from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.started_call import StartedCall
-from rayrpc.errors import RpcError
+from rayrpc.errors import GroupError, RpcError
 from rayrpc.rref_proxy import RRef
 
 __all__ = ["DistributedOptimizer"]
@@ -39,6 +40,7 @@ class DistributedOptimizer:
 
     Raises:
         Exception: a constructor raised it; RuntimeError if several did.
+        GroupError: the RRefs are of several groups.
         WorkerDiedError: a worker that owns a parameter died.
 
     Source: ``torch.distributed.optim.DistributedOptimizer``.
@@ -57,12 +59,21 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         by_owner: dict[Any, list[RRef[TensorT]]] = {}
+        groups: dict[str, Any] = {}
         for param in params_rref:
             by_owner.setdefault(param.owner(), []).append(param)
+            groups.setdefault(param._home.key, param._home)
+        if len(groups) > 1:
+            names = " and ".join(map(repr, groups))
+            raise GroupError(f"the parameters of an optimizer are of one group, not of {names}")
+        self._agent: Agent | None = next(iter(groups.values()), None)
         functional = _functional(optimizer_class)
         self.is_functional_optim = not issubclass(functional, torch.optim.Optimizer)
         waits = [
-            api.rpc_async(worker, _make, args=(functional, params, args, kwargs)).wait
+            params[0]
+            ._get_api()
+            .rpc_async(worker, _make, args=(functional, params, args, kwargs))
+            .wait
             for worker, params in by_owner.items()
         ]
         self.remote_optimizers = _wait_for_all("be constructed", waits)
@@ -83,8 +94,9 @@ class DistributedOptimizer:
 
         Source: ``torch.distributed.optim.DistributedOptimizer.step``.
         """
-        find_context(context_id)
-        timeout = api.get_rpc_timeout()
+        agent = self._agent or current.get_agent()
+        contexts_of(agent).find_context(context_id)
+        timeout = agent.default_timeout
         here = [
             functools.partial(_step, each, context_id)
             for each in self.remote_optimizers
@@ -95,7 +107,8 @@ class DistributedOptimizer:
             for each in self.remote_optimizers:
                 if not each.is_owner():
                     args = each, context_id
-                    there.append(start_without_context(each.owner().id, _step, args, timeout))
+                    owner = each.owner().id
+                    there.append(start_without_context(agent, owner, _step, args, timeout))
             _wait_for_all("take its step", [*here, *there])
         finally:
             for call in there:  # those that an interrupt has kept from being waited for
@@ -117,13 +130,16 @@ class _LocalOptimizer:
     # Optimizers of several trainers may share parameters; torch has one lock for all, too.
     _lock = threading.Lock()
 
-    def __init__(self, cls: Any, params: list[Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, contexts: GradContexts, cls: Any, params: list[Any], args: Any, kwargs: Any
+    ) -> None:
+        self._contexts = contexts
         self._params = params
         self.optim = cls(params, *args, **kwargs)
         self._takes_gradients = "gradients" in inspect.signature(self.optim.step).parameters
 
     def step(self, context_id: int) -> None:
-        context = contexts().get(context_id)
+        context = self._contexts.get(context_id)
         # this worker lacks a context that it was not called in
         found = context.gradients() if context is not None else {}
         gradients = [found.get(param) for param in self._params]
@@ -145,7 +161,9 @@ class _LocalOptimizer:
 
 
 def _make(cls: Any, params: list[RRef[Any]], args: Any, kwargs: Any) -> RRef[Any]:
-    return RRef(_LocalOptimizer(cls, [param.local_value() for param in params], args, kwargs))
+    home: Any = params[0]._home
+    values = [param.local_value() for param in params]
+    return RRef._of(home, _LocalOptimizer(contexts_of(home), cls, values, args, kwargs))
 
 
 def _step(optimizer: RRef[Any], context_id: int) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from rayrpc import backend_registry
-from rayrpc._autograd.hook import GradContexts
-from rayrpc._autograd.no_contexts import NoContexts
+from rayrpc._autograd.hook import GradContexts, first_number
 from rayrpc._observe.call_log import CallLog
 from rayrpc._observe.kineto import KinetoHook
 from rayrpc._observe.metrics import Metrics
@@ -207,7 +206,7 @@ def make_agent(
         transport.close()
         raise
     extend_futures()
-    contexts = GradContexts() if role is Role.DEFAULT else NoContexts(place.key)
+    contexts = GradContexts()
     objects = open_objects(name, encode_stored, decode_stored)
     add_object_type(objects.type)
     agent = Agent(
@@ -221,8 +220,7 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
         objects,
     )
-    if isinstance(contexts, GradContexts):
-        contexts.attach(agent)
+    contexts.attach(agent, 0 if role is Role.DEFAULT else first_number(place.key))
     if settings.cancel_on_interrupt:
         agent.caller.on_interrupted_wait = agent.cancelling.notify
     if settings.profile_calls:

@@ -8,7 +8,6 @@ import torch
 
 from rayrpc._autograd import explore, functions, leader, participant
 from rayrpc._autograd.graph import WHOLE_RUN, Entry, Stage
-from rayrpc._runtime import current
 from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.started_call import StartedCall
 
@@ -98,14 +97,14 @@ class FakeWorker:
         self.calls = []
         self.submitted = []
         self.waits = NotedWaits()
-        monkeypatch.setattr(current, "get_agent", lambda: self)
+        self.agent = self  # it stands for the contexts of its agent, too
         for module in (explore, leader, participant):
             monkeypatch.setattr(module, "call_without_context", self.call)
-        for module in (leader, participant):
-            monkeypatch.setattr(module, "contexts", lambda: self)
+        for module in (explore, participant):
+            monkeypatch.setattr(module, "serving_contexts", lambda: self)
         monkeypatch.setattr(leader, "start_without_context", self.start)
 
-    def call(self, worker, func, args, timeout):
+    def call(self, agent, worker, func, args, timeout):
         """Keep a call, and return the Future of its reply."""
         call = Call(worker, func, args, torch.futures.Future())
         self.calls.append(call)
@@ -116,9 +115,9 @@ class FakeWorker:
                 call.reply.set_exception(exc)
         return call.reply
 
-    def start(self, worker, func, args, timeout):
+    def start(self, agent, worker, func, args, timeout):
         """Keep a call, and return it as one that was started."""
-        reply = self.call(worker, func, args, timeout)
+        reply = self.call(agent, worker, func, args, timeout)
         return StartedCall(lambda has_ended: reply.wait(), lambda: None)
 
     def count_pass(self, change):

@@ -458,7 +458,7 @@ def fail_later(x):
 
 
 def begin_after_the_end(context_id):
-    context = hook.find_context(context_id)
+    context = hook.contexts_of().find_context(context_id)
     participant.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
     part = participant.begin_part(
         context_id, 99, {number: [0] for number in context.sends}, False, 0, {}

@@ -130,3 +130,18 @@ def test_a_step_needs_a_context(owners):
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 7"):
         optimizer.step(7)
     assert targets.shared == {}
+
+
+def test_a_step_has_no_timeout_where_calls_have_none(owners):
+    before = rpc.get_rpc_timeout()
+    rpc._set_rpc_timeout(0)
+    try:
+        optimizer = optim.DistributedOptimizer(
+            torch.optim.SGD, [owner.rpc_sync().share() for owner in owners], lr=1.0
+        )
+        with autograd.context() as context_id:
+            autograd.backward(context_id, losses(owners, [3.0, 5.0]))
+            optimizer.step(context_id)
+    finally:
+        rpc._set_rpc_timeout(before)
+    assert [owner.rpc_sync().state()[0].tolist() for owner in owners] == [[-2.0] * 2, [-4.0] * 2]

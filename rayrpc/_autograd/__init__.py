@@ -31,4 +31,6 @@ Invariants:
 - ``.grad`` of the user's tensors stays as it is.
 - A context ends on all workers that were called in it, also where a worker dies or a call is late.
 - The calls of a pass run without a context: they record no tensors.
+- A context is of one group. The calls of its passes are made by the agent in that group, and served
+  by the contexts of the agent that they reach (``serving_contexts``).
 """

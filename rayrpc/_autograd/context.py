@@ -53,13 +53,15 @@ class DistAutogradContext:
 
     Args:
         context_id (int): the context's id.
+        home (GradContexts): the contexts of the worker, this one among them.
         holder (object, optional): its ``__exit__`` releases it, unless an interrupt comes first.
 
     Source: ``torch.distributed.autograd.DistAutogradContext``.
     """
 
-    def __init__(self, context_id: int, holder: object = None) -> None:
+    def __init__(self, context_id: int, home: Any, holder: object = None) -> None:
         self.id = context_id
+        self.home = home
         self._holder = None if holder is None else weakref.ref(holder)
         #: of messages that were sent and received, by the message's id
         self.sends: dict[int, SendFunction] = {}

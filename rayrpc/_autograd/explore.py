@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rayrpc._autograd.context import DistAutogradContext, TensorKey
 from rayrpc._autograd.graph import Entry
-from rayrpc._autograd.hook import call_without_context, find_context
+from rayrpc._autograd.hook import call_without_context, serving_contexts
 from rayrpc._concurrency.reader import release_reader
-from rayrpc._runtime import current
 
 __all__ = ["explore"]
 
@@ -23,7 +22,7 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
     Returns:
         numbers of tensors, by the id of their message, by the worker that sent it.
     """
-    agent = current.get_agent()
+    agent = context.home.agent
     found: dict[int, dict[int, set[int]]] = {}
     todo = context.dependencies_of(root)
     while todo:
@@ -46,9 +45,9 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
             if unknown:
                 args = (context.id, unknown)
                 timeout = agent.default_timeout
-                replies.append(call_without_context(worker, _dependencies, args, timeout))
+                replies.append(call_without_context(agent, worker, _dependencies, args, timeout))
         if here:
-            todo += _dependencies(context.id, here)
+            todo += _dependencies_in(context, here)
         release_reader()
         for reply in replies:
             todo += reply.wait()
@@ -57,7 +56,12 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
 
 def _dependencies(context_id: int, tensors: list[tuple[int, int]]) -> list[TensorKey]:
     """Return what tensors of messages that this worker sent depend on directly."""
-    context = find_context(context_id)
+    return _dependencies_in(serving_contexts().find_context(context_id), tensors)
+
+
+def _dependencies_in(
+    context: DistAutogradContext, tensors: list[tuple[int, int]]
+) -> list[TensorKey]:
     return [
         key
         for message_id, slot in tensors

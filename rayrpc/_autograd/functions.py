@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from rayrpc._runtime.serialization.recording import TensorRecorder, swap_recorder
+from rayrpc.errors import SerializationError
 
 __all__ = [
     "ANCHOR",
     "Recorder",
+    "Refusal",
     "Run",
     "SEND_NODE",
     "SendFunction",
@@ -100,6 +102,37 @@ class Recorder:
         """Record a tensor, and return its reduction, made from that of its values."""
         self.gates.append(_make_gate(tensor, self.message_id, len(self.gates)))
         return _rebuild_recorded, (self.message_id, rebuild, args)
+
+
+class Refusal:
+    """Refuse to record the tensors of the message that is encoded in this context.
+
+    Args:
+        group (str): whose context the thread is in.
+        other (str): whose worker is called.
+    """
+
+    parameters = True
+
+    def __init__(self, group: str, other: str) -> None:
+        self._group = group
+        self._other = other
+
+    def __enter__(self) -> None:
+        self._outer: TensorRecorder | None = swap_recorder(self)
+
+    def __exit__(self, *exc: object) -> None:
+        swap_recorder(self._outer)
+
+    def restart(self) -> None:
+        """Begin again: nothing is kept."""
+
+    def record(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> NoReturn:
+        raise SerializationError(
+            f"a tensor that requires grad cannot be sent to a worker of group {self._other!r} in a "
+            f"context of distributed autograd of group {self._group!r}: detach it, or make the "
+            "call outside of the context"
+        )
 
 
 class _ThreadState(threading.local):

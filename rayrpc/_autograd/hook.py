@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -19,10 +20,11 @@ import torch
 from torch.futures import Future
 
 from rayrpc._autograd.context import DistAutogradContext, TensorKey
-from rayrpc._autograd.functions import Recorder, attach_received
+from rayrpc._autograd.functions import Recorder, Refusal, attach_received
 from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.current_call import current_call
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.started_call import StartedCall
@@ -32,9 +34,9 @@ __all__ = [
     "ContextFuture",
     "GradContexts",
     "call_without_context",
-    "contexts",
-    "find_context",
-    "in_context",
+    "contexts_of",
+    "first_number",
+    "serving_contexts",
     "start_without_context",
 ]
 
@@ -113,10 +115,16 @@ class ContextFuture(Future):  # type: ignore[type-arg]
 
 
 class GradContexts(Hook):
-    """The contexts of one worker."""
+    """The contexts of one worker, which are those of its group: other groups' calls have no part.
+
+    A thread is in one context at most, of whatever group.
+    """
 
     name = AUTOGRAD
     of_thread = True
+
+    #: of the worker
+    agent: Agent
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,14 +134,19 @@ class GradContexts(Hook):
         self._notifies = False  # a thread runs ``_notify_late``
         self._passes = 0  # backward passes under way
 
-    def attach(self, agent: Agent) -> None:
+    def attach(self, agent: Agent, first: int = 0) -> None:
         """Serve an agent: make its ids, and send by it.
 
         Call it once, before the agent's first call.
+
+        Args:
+            agent: of the worker.
+            first: number of its first context; ``first_number`` has that of another group.
         """
-        self._agent = agent
+        self.agent = agent
         self._me = agent.info.id
-        first = (self._me << ID_BITS) + ((agent.member.epoch << EPOCH_BITS) % (1 << ID_BITS))
+        number = (agent.member.epoch << EPOCH_BITS) + first
+        first = (self._me << ID_BITS) + number % (1 << ID_BITS)
         self._next_context = itertools.count(first).__next__
         self._next_message = itertools.count(first + 1).__next__
 
@@ -149,7 +162,7 @@ class GradContexts(Hook):
         Args:
             holder: releases it; see ``DistAutogradContext``.
         """
-        return DistAutogradContext(self._next_context(), holder)
+        return DistAutogradContext(self._next_context(), self, holder)
 
     def open(self, context: DistAutogradContext) -> None:
         """Open a context, and make it this thread's.
@@ -161,7 +174,7 @@ class GradContexts(Hook):
         if found is not None:
             if not found.is_abandoned:
                 raise RpcError(f"Already have an autograd context id for this thread: {found.id}")
-            self.end(found)
+            found.home.end(found)
         with self._lock:
             self._contexts[context.id] = context
         _thread.context = context
@@ -184,13 +197,24 @@ class GradContexts(Hook):
         """Return a context, if this worker has it."""
         return self._contexts.get(context_id)
 
+    def find_context(self, context_id: int) -> DistAutogradContext:
+        """Return a context.
+
+        Raises:
+            RuntimeError: this worker has none with this id.
+        """
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise RpcError(f"Could not find autograd context with id: {context_id}")
+        return context
+
     def release(self, context_id: int) -> None:
         """Release a context here, and at the workers that were called in it from here.
 
         Raises:
             RuntimeError: there is none.
         """
-        self.end(find_context(context_id))
+        self.end(self.find_context(context_id))
 
     def end(self, context: DistAutogradContext) -> None:
         """Release a context; do so again after an interrupt, which comes at any point."""
@@ -232,7 +256,7 @@ class GradContexts(Hook):
             self._to_notify.setdefault(worker, []).append(context_id)
             is_due = not self._notifies
         if is_due:
-            self._agent.submit(self._notify_late)
+            self.agent.submit(self._notify_late)
 
     def _notify_late(self) -> None:
         """Notify workers that were not called for a while, until none is left."""
@@ -251,11 +275,12 @@ class GradContexts(Hook):
                 seen = self._to_notify.copy()
                 goes_on = self._notifies = bool(seen)
             for worker, context_ids in notices:
-                if self._agent.find(worker) is None:
+                agent = self.agent
+                if agent.find(worker) is None:
                     continue
                 args = context_ids, self._me
                 with contextlib.suppress(RpcError):  # RPC was shut down, or the worker just left
-                    call_without_context(worker, _released, args, self._agent.default_timeout)
+                    call_without_context(agent, worker, _released, args, agent.default_timeout)
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """End passes that need a worker; release contexts that no other worker will release."""
@@ -292,12 +317,17 @@ class GradContexts(Hook):
         return _thread.context is not None
 
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
+        context = self.current()
+        if context.home is not self:
+            return Refusal(context.home.agent.key, self.agent.key)
         builtin = torch.jit._builtins._find_builtin(call.invocation.func) is not None
         recorder = Recorder(self._next_message(), parameters=builtin)
-        call.notes[AUTOGRAD] = self.current(), recorder
+        call.notes[AUTOGRAD] = context, recorder
         return recorder
 
     def after_encode(self, call: OutgoingCall) -> None:
+        if AUTOGRAD not in call.notes:
+            return
         context, recorder = call.notes[AUTOGRAD]
         context.add_send_function(recorder, call.to.id)
         context.known_workers.add(call.to.id)
@@ -310,7 +340,7 @@ class GradContexts(Hook):
         call.meta[AUTOGRAD] = context.id, recorder.message_id, released
 
     def make_future(self, call: OutgoingCall) -> Any:
-        return ContextFuture(call.notes[AUTOGRAD][0])
+        return ContextFuture(call.notes[AUTOGRAD][0]) if AUTOGRAD in call.notes else None
 
     def before_run(self, call: IncomingCall) -> AbstractContextManager[Any]:
         context_id, message_id, released = call.meta[AUTOGRAD]
@@ -319,7 +349,7 @@ class GradContexts(Hook):
         with self._lock:
             context = self._contexts.get(context_id)
             if context is None:
-                context = DistAutogradContext(context_id)
+                context = DistAutogradContext(context_id, self)
                 if context_id not in self._released:  # else this call was late
                     self._contexts[context_id] = context
             context.callers.add(call.src)
@@ -359,59 +389,67 @@ class GradContexts(Hook):
             context.receives[message_id] = node
 
 
-def in_context() -> bool:
-    """Tell whether this thread is in a context."""
-    return _thread.context is not None
+def first_number(group: str) -> int:
+    """Return the number of a group's first context, apart from those of other groups."""
+    return zlib.crc32(group.encode()) << (EPOCH_BITS - 32)
 
 
-def contexts() -> GradContexts:
-    """Return the contexts of this process's worker.
+def contexts_of(agent: Agent | None = None) -> GradContexts:
+    """Return the contexts of a worker of this process.
+
+    Args:
+        agent: the worker's; default: that of the default group.
 
     Raises:
         RuntimeError: RPC is not initialized.
     """
-    for hook in current.get_agent().hooks:
+    return _contexts_among((agent or current.get_agent()).hooks)
+
+
+def serving_contexts() -> GradContexts:
+    """Return the contexts of the worker that serves the call for which this thread runs."""
+    call = current_call.get()
+    return contexts_of() if call is None else _contexts_among(call.hooks)
+
+
+def _contexts_among(hooks: Sequence[Hook]) -> GradContexts:
+    for hook in hooks:
         if isinstance(hook, GradContexts):
             return hook
     raise RpcError("this RPC agent was made without distributed autograd")
 
 
-def find_context(context_id: int) -> DistAutogradContext:
-    """Return a context by its id.
-
-    Raises:
-        RuntimeError: this worker has none with it.
-    """
-    context = contexts().get(context_id)
-    if context is None:
-        raise RpcError(f"Could not find autograd context with id: {context_id}")
-    return context
-
-
 def call_without_context(
-    worker: int, func: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    agent: Agent,
+    worker: int,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float | None,
 ) -> Any:
     """Call a worker with no context, whatever this thread's is; return the Future.
 
     Args:
+        agent: makes the call.
         worker: its id.
         func, args: what to run there.
         timeout: in seconds; None: no limit.
     """
-    agent = current.get_agent()
     call = Invocation(func, args)
     return _call_in(None, agent.caller.future, agent.lookup(worker), call, timeout)
 
 
 def start_without_context(
-    worker: int, func: Callable[..., Any], args: tuple[Any, ...], timeout: float | None
+    agent: Agent,
+    worker: int,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float | None,
 ) -> StartedCall:
     """Start a call with no context; return it, to be waited for or abandoned.
 
     Args:
-        worker, func, args, timeout: as for ``call_without_context``.
+        agent, worker, func, args, timeout: as for ``call_without_context``.
     """
-    agent = current.get_agent()
     call = Invocation(func, args)
     started: StartedCall = _call_in(None, agent.caller.start, agent.lookup(worker), call, timeout)
     return started
@@ -419,4 +457,4 @@ def start_without_context(
 
 def _released(context_ids: list[int], by: int) -> None:
     """Run at a worker that was called in contexts which the caller has released."""
-    contexts().receive_released(context_ids, by)
+    serving_contexts().receive_released(context_ids, by)

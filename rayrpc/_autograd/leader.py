@@ -30,12 +30,7 @@ import torch
 from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.explore import explore
 from rayrpc._autograd.graph import ROOTS, Entry
-from rayrpc._autograd.hook import (
-    call_without_context,
-    contexts,
-    find_context,
-    start_without_context,
-)
+from rayrpc._autograd.hook import call_without_context, contexts_of, start_without_context
 from rayrpc._autograd.participant import (
     BACKWARD,
     DONE,
@@ -50,7 +45,7 @@ from rayrpc._autograd.participant import (
     names_of,
 )
 from rayrpc._concurrency.reader import release_reader
-from rayrpc._runtime import current
+from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = ["Leader", "run_backward"]
@@ -77,7 +72,7 @@ class Leader(Participant):
         retain: bool,
         others: dict[int, dict[int, set[int]]],
     ) -> None:
-        super().__init__(context, pass_id, entries, retain, current.get_agent().info.id)
+        super().__init__(context, pass_id, entries, retain, context.home.agent.info.id)
         self._others = others
         self._retain = retain
         self._status = dict.fromkeys(others, UNSTARTED)
@@ -107,7 +102,7 @@ class Leader(Participant):
                 for call in batch[:-1]:
                     super()._call(*call)
                 worker, func, args = batch[-1]
-                started = start_without_context(worker, func, args, None)
+                started = start_without_context(self._agent, worker, func, args, None)
                 try:
                     self._on_reply(worker, functools.partial(self._await_reply, started))
                 finally:
@@ -221,31 +216,35 @@ class Leader(Participant):
             if status != UNSTARTED and self._agent.find(worker) is not None:
                 with contextlib.suppress(RpcError):  # RPC was shut down, or the worker just left
                     args = (self._context.id, self.id, error)
-                    call_without_context(worker, abort_part, args, None)
+                    call_without_context(self._agent, worker, abort_part, args, None)
 
 
-def run_backward(context_id: int, roots: Sequence[torch.Tensor], retain: bool) -> None:
+def run_backward(
+    context_id: int, roots: Sequence[torch.Tensor], retain: bool, agent: Agent | None = None
+) -> None:
     """Run a backward pass from ``roots``, and wait until it is done on all workers.
 
     Args:
         context_id: of a context of this worker.
         roots: scalars with a ``grad_fn``.
         retain: keep the graph for another pass.
+        agent: of this worker in the context's group; default: in the default group.
 
     Raises:
         RuntimeError: there is no such context, a root is no such scalar, or a worker's part of
             the pass failed.
         WorkerDiedError: a worker that takes part died.
     """
-    context = find_context(context_id)
+    contexts = contexts_of(agent)
+    context = contexts.find_context(context_id)
     _check(roots)
     edges = {slot: (root.grad_fn, root.output_nr) for slot, root in enumerate(roots)}
     root = Entry(edges, context.is_exit)
     others = explore(context, root)
-    here = others.pop(current.get_agent().info.id, {})
+    here = others.pop(contexts.agent.info.id, {})
     entries = {number: context.entry(number, slots) for number, slots in here.items()}
     entries[ROOTS] = root
-    leader = Leader(context, contexts().new_id(), entries, retain, others)
+    leader = Leader(context, contexts.new_id(), entries, retain, others)
     try:
         leader.run({ROOTS: [torch.ones_like(each) for each in roots]})
     except BaseException as exc:  # also an interrupt

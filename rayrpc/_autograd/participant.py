@@ -52,8 +52,7 @@ from rayrpc._autograd import graph
 from rayrpc._autograd.accumulate import LeafGradients
 from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import Entry, GradGraph
-from rayrpc._autograd.hook import call_without_context, contexts, find_context
-from rayrpc._runtime import current
+from rayrpc._autograd.hook import call_without_context, serving_contexts
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
@@ -109,9 +108,9 @@ class Participant:
         self._context = context
         self._leader = leader
         self._graph = GradGraph(entries, retain)
-        self._agent = current.get_agent()
+        self._contexts = context.home
+        self._agent: Agent = context.home.agent
         self._me = self._agent.info.id
-        self._contexts = contexts()
         self._lock = threading.Lock()
         self._state = WAITING
         self._report_due = True
@@ -253,7 +252,7 @@ class Participant:
         self._call(worker, func, (self._context.id, self.id, *args))
 
     def _call(self, worker: int, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        call_without_context(worker, func, args, None).add_done_callback(
+        call_without_context(self._agent, worker, func, args, None).add_done_callback(
             lambda reply: self._on_callback(worker, reply.value)
         )
 
@@ -348,7 +347,7 @@ class Participant:
         reported = error if isinstance(error, WorkerDiedError) else self._named(error)
         args = (self._context.id, self.id, reported)
         with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
-            call_without_context(self._leader, abort_part, args, None)
+            call_without_context(self._agent, self._leader, abort_part, args, None)
 
     def _named(self, error: BaseException) -> RpcError:
         return RpcError(f"Error on Node {self._me}: {error}")
@@ -394,7 +393,7 @@ def begin_part(
         leader: id of the worker that leads the pass.
         gradients: the first ones, from the leader.
     """
-    context = find_context(context_id)
+    context = serving_contexts().find_context(context_id)
     entries = {
         message_id: context.entry(message_id, slots) for message_id, slots in messages.items()
     }
@@ -407,12 +406,13 @@ def _propagate(
     context_id: int, pass_id: int, gradients: Gradients, source: int, is_needed: bool
 ) -> Future[Reply]:
     """Process gradients for this worker's part; see ``Participant._send_gradients``."""
-    part = find_context(context_id).find_pass(pass_id, gradients)
+    contexts = serving_contexts()
+    part = contexts.find_context(context_id).find_pass(pass_id, gradients)
     if part is not None:
         reply: Future[Reply] = part.process_request(gradients, source)
         return reply
     if is_needed:
-        raise RpcError(f"the part of worker {current.get_agent().info.id} in the pass has ended")
+        raise RpcError(f"the part of worker {contexts.agent.info.id} in the pass has ended")
     return _completed(({}, PENDING))
 
 
@@ -423,7 +423,7 @@ def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
         context_id, pass_id: as for ``begin_part``.
         error: why.
     """
-    context = contexts().get(context_id)
+    context = serving_contexts().get(context_id)
     if context is None:
         return
     context.aborted[pass_id] = error  # begin_part may come later

@@ -184,8 +184,9 @@ def _send(
     worker = _workers.acquire(start_workers)
     try:
         task, leaves = _pack(invocation, grad, worker)
-        worker_id = current.get_agent().lookup(worker).id
-        future = call_without_context(worker_id, _run, (task,), None)
+        agent = current.get_agent()
+        worker_id = agent.lookup(worker).id
+        future = call_without_context(agent, worker_id, _run, (task,), None)
     except BaseException:
         _workers.release(worker)
         raise
@@ -309,8 +310,8 @@ class _TaskFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         args = (ctx.graph, gradients)
-        owner = ctx.graph.owner().id
-        return None, None, *start_without_context(owner, _backward, args, None)()
+        agent, owner = current.get_agent(), ctx.graph.owner().id
+        return None, None, *start_without_context(agent, owner, _backward, args, None)()
 
 
 _task_function: Any = _TaskFunction

@@ -130,7 +130,7 @@ class Callee:
             return self._frame(frame, Kind.VALUE, EMPTY)
         if frame.kind is Kind.FETCH:
             return self._fetch(frame)
-        entry = ServedCall(frame.src, frame.call_id, frame.rref_id)
+        entry = ServedCall(frame.src, frame.call_id, frame.rref_id, self._worker.hooks)
         with self._lock:
             self._calls[entry] = None
             self.served += 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rayrpc._protocol.ids import GloballyUniqueId
+from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.rrefs.cell import Cell
 
 __all__ = ["ServedCall"]
@@ -20,6 +21,7 @@ class ServedCall:
         src: id of the caller.
         id: of the call, by which its caller knows it.
         rref_id: of a FETCH, or of a REMOTE: of the value.
+        hooks: of the worker that serves it.
         cell: keeps the value of a REMOTE.
         func: what it runs; None: not known yet, or nothing.
         thread: ident of the thread that runs the function; 0: none does.
@@ -31,6 +33,7 @@ class ServedCall:
     src: int
     id: int
     rref_id: GloballyUniqueId | None = None
+    hooks: Sequence[Hook] = ()
     cell: Cell | None = None
     func: object = None
     thread: int = 0

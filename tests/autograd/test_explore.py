@@ -13,15 +13,13 @@ from rayrpc._autograd.functions import Recorder
 
 
 @pytest.fixture
-def context(monkeypatch):
-    context = DistAutogradContext(1)
-    monkeypatch.setattr(explore, "find_context", lambda context_id: context)
-    return context
+def worker(monkeypatch):
+    return FakeWorker(monkeypatch, 0)
 
 
 @pytest.fixture
-def worker(monkeypatch):
-    return FakeWorker(monkeypatch, 0)
+def context(worker):
+    return DistAutogradContext(1, worker)
 
 
 def receive(context, message_id, sender):
@@ -57,7 +55,7 @@ def test_senders_are_asked_for_the_rest(context, worker, monkeypatch):
     y = receive(context, 11, sender=1)
     replies: dict[Any, Any] = {(1, 11, 0): [(2, 21, 1)], (2, 21, 1): []}
 
-    def call(to, func, args, timeout):
+    def call(agent, to, func, args, timeout):
         context_id, tensors = args
         assert context_id == context.id
         worker.calls.append(to)

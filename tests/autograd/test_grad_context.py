@@ -15,7 +15,7 @@ ME = 0
 
 @pytest.fixture
 def context():
-    return DistAutogradContext(1)
+    return DistAutogradContext(1, None)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class TestMessages:
         assert set(context.dependencies_of(context.entry(6, [0]))) == {(1, 11, 0), (2, 12, 0)}
 
     def test_of_another_context_are_refused(self, context):
-        tensor = receive(DistAutogradContext(2), 11, sender=1)
+        tensor = receive(DistAutogradContext(2, None), 11, sender=1)
         send(context, 5, tensor)
         with pytest.raises(RuntimeError, match="no longer valid"):
             context.entry(5, [0])

@@ -30,8 +30,8 @@ def worker(monkeypatch):
 
 
 @pytest.fixture
-def context():
-    return DistAutogradContext(1)
+def context(worker):
+    return DistAutogradContext(1, worker)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ def worker(monkeypatch):
 
 
 @pytest.fixture
-def context():
-    return DistAutogradContext(1)
+def context(worker):
+    return DistAutogradContext(1, worker)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ class TestErrors:
         assert context.passes == {} and worker.passes == 0
 
     def test_needed_gradients_for_a_part_that_has_ended(self, worker, context, monkeypatch):
-        monkeypatch.setattr(participant, "find_context", lambda context_id: context)
+        monkeypatch.setattr(worker, "find_context", lambda context_id: context, raising=False)
         late = participant._propagate(1, 5, {10: ones()}, LEADER, False)
         assert late.value() == ({}, PENDING)
         with pytest.raises(RpcError, match="the part of worker 1 in the pass has ended"):

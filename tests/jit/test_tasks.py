@@ -50,12 +50,12 @@ class FakeAgent:
         self.calls.append((member.token, invocation.func))
         return LocalRRef(invocation(), member.token)
 
-    def call(self, worker_id, func, args, timeout):
+    def call(self, agent, worker_id, func, args, timeout):
         """Run a function here, as a worker would."""
         self.calls.append((self.names[worker_id], func))
         return func._wrapped_async_rpc_function(*args)
 
-    def start(self, worker_id, func, args, timeout):
+    def start(self, agent, worker_id, func, args, timeout):
         return StartedCall(lambda unwanted: func(*args), lambda: None)
 
 
