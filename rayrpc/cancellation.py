@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.futures import Future
@@ -10,7 +11,9 @@ from rayrpc._runtime import current
 from rayrpc.errors import ArgumentTypeError
 from rayrpc.futures import AnyFuture
 
-__all__ = ["cancel"]
+__all__ = ["cancel", "combine"]
+
+_CALLS = "_rayrpc_calls"  # attribute of a Future of several calls
 
 
 def cancel(future: Future[Any], force: bool = False) -> bool:
@@ -21,7 +24,7 @@ def cancel(future: Future[Any], force: bool = False) -> bool:
     in a call of C code, such as ``time.sleep``, is when that returns.
 
     Args:
-        future (torch.futures.Future): of ``rpc_async``.
+        future (torch.futures.Future): of ``rpc_async``; or of ``rpc_all``, which is all its calls.
         force (bool): end the process of the worker that was called, too, if it is hosted: all other
             calls to it fail, and its RRefs are lost.
 
@@ -45,4 +48,12 @@ def cancel(future: Future[Any], force: bool = False) -> bool:
     """
     if not isinstance(future, AnyFuture):
         raise ArgumentTypeError(f"cancel takes a torch.futures.Future, got {future!r}")
-    return any(agent.cancelling.cancel(future, force) for agent in current.agents())
+    calls = getattr(future, _CALLS, [future])
+    agents = current.agents()
+    ended = [any(agent.cancelling.cancel(each, force) for agent in agents) for each in calls]
+    return any(ended)
+
+
+def combine(future: Future[Any], calls: Iterable[Future[Any]]) -> None:
+    """Have the cancellation of a Future cancel several calls."""
+    setattr(future, _CALLS, [*calls])

@@ -20,6 +20,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
 from rayrpc.autograd import GroupAutograd
+from rayrpc.cancellation import combine
 from rayrpc.errors import GroupCallError, GroupError
 from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.workers import WorkerGroup, start_beside, wanted_by
@@ -210,6 +211,7 @@ class Group:
             )
         calls = {name: self.rpc_async(name, func, args, kwargs, timeout) for name in names}
         result: Future[dict[str, Any]] = Future()
+        combine(result, calls.values())
         ended: dict[str, Outcome[Any]] = {}
         count = itertools.count(1).__next__  # one step for Python: no lock is needed
 

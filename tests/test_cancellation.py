@@ -92,6 +92,20 @@ def test_a_stream_of_a_cancelled_function_is_closed(workers):
     assert eventually(lambda: "closed" in rpc.rpc_sync("bob", targets.take_log))
 
 
+def test_all_calls_of_rpc_all_are_cancelled(workers):
+    future = rpc.get_group().rpc_all("[ab]*", targets.spin)
+    for name in workers:
+        assert eventually(has_logged(name, "begun"))
+    assert rpc.cancel(future) and not rpc.cancel(future)
+    with pytest.raises(errors.GroupCallError) as raised:
+        future.wait()
+    assert {name: type(error) for name, error in raised.value.errors.items()} == dict.fromkeys(
+        workers, errors.CancelledError
+    )
+    for name in workers:
+        assert eventually(has_logged(name, "CancelledError", "ended"))
+
+
 def test_with_force_the_process_ends(workers):
     rpc.start_workers(["stuck"])
     other = rpc.rpc_async("stuck", targets.spin)
