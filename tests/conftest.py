@@ -20,7 +20,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +448,31 @@ def script(tmp_path: Path) -> Callable[[str], str]:
         return str(path)
 
     return write
+
+
+def run_in_threads(
+    run: Callable[..., object], ways: Iterable[tuple[Any, ...]], timeout: float
+) -> None:
+    """Call a function in a thread for each tuple of arguments; fail if one raises, or goes on.
+
+    Args:
+        run, ways: the function, and its arguments by thread.
+        timeout: for each thread to end, in seconds.
+    """
+    failed: list[BaseException] = []
+
+    def guarded(*args: Any) -> None:
+        try:
+            run(*args)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=way, daemon=True) for way in ways]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    assert not failed and not any(thread.is_alive() for thread in threads)
 
 
 def eventually(check: Callable[[], object], timeout: float = EVENTUALLY_SECONDS) -> bool:

@@ -6,14 +6,13 @@ import itertools
 import random
 import signal
 import sys
-import threading
 import time
 from typing import Any, cast
 
 import pytest
 import targets
 import torch
-from conftest import ROOT, eventually, python_path
+from conftest import ROOT, eventually, python_path, run_in_threads
 
 import rayrpc as rpc
 from rayrpc import cancellation, errors
@@ -145,30 +144,21 @@ def test_a_call_in_an_autograd_context_and_in_a_profile(workers):
 
 
 def test_many_threads_cancel_calls_of_two_workers(workers, quick_switches):
-    failed: list[BaseException] = []
     counts = itertools.count()
 
     def run(to, func):
-        try:
-            for number in range(25):
-                future = rpc.rpc_async(to, func, args=(0.004 * (number % 5), number))
-                time.sleep(0.003 * (number % 4))
-                if rpc.cancel(future):
-                    with pytest.raises(errors.CancelledError):
-                        future.wait()
-                    next(counts)
-                else:
-                    assert future.wait() == number
-        except BaseException as error:
-            failed.append(error)
+        for number in range(25):
+            future = rpc.rpc_async(to, func, args=(0.004 * (number % 5), number))
+            time.sleep(0.003 * (number % 4))
+            if rpc.cancel(future):
+                with pytest.raises(errors.CancelledError):
+                    future.wait()
+                next(counts)
+            else:
+                assert future.wait() == number
 
     ways = itertools.product(("alice", "bob"), (targets.nap, targets.nap_async))
-    threads = [threading.Thread(target=run, args=way, daemon=True) for way in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    run_in_threads(run, ways, WAIT)
     assert 0 < next(counts) < 100
     agent = rpc._get_current_rpc_agent()
     assert eventually(lambda: not agent.caller.active)
@@ -178,35 +168,24 @@ def test_many_threads_cancel_calls_of_two_workers(workers, quick_switches):
 
 def test_functions_that_call_are_cancelled_at_any_point(workers):
     before = {name: rpc.rpc_sync(name, sys.getswitchinterval) for name in workers}
-    failed: list[BaseException] = []
     order = random.Random(7)
 
     def run(to, other, seed):
         order = random.Random(seed)
-        try:
-            for _ in range(20):
-                future = rpc.rpc_async(to, targets.chatter, args=(other, 10**9), timeout=0)
-                time.sleep(order.uniform(0.01, 0.06))
-                assert rpc.cancel(future)
-                with pytest.raises(errors.CancelledError):
-                    future.wait()
-                # a slow machine cancels calls faster than their functions end
-                assert eventually(lambda: served(to) < 8)
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(20):
+            future = rpc.rpc_async(to, targets.chatter, args=(other, 10**9), timeout=0)
+            time.sleep(order.uniform(0.01, 0.06))
+            assert rpc.cancel(future)
+            with pytest.raises(errors.CancelledError):
+                future.wait()
+            # a slow machine cancels calls faster than their functions end
+            assert eventually(lambda: served(to) < 8)
 
     for name in workers:
         rpc.rpc_sync(name, sys.setswitchinterval, args=(1e-4,))
     try:
         ways = [("alice", "bob"), ("bob", "alice"), ("alice", "driver"), ("alice", "alice")]
-        threads = [
-            threading.Thread(target=run, args=(*way, order.random()), daemon=True) for way in ways
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-        assert not failed and not any(thread.is_alive() for thread in threads)
+        run_in_threads(run, [(*way, order.random()) for way in ways], WAIT)
     finally:
         for name, seconds in before.items():
             rpc.rpc_sync(name, sys.setswitchinterval, args=(seconds,))

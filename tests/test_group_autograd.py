@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
 import targets
 import torch
-from conftest import eventually
+from conftest import eventually, run_in_threads
 
 import rayrpc as rpc
 from rayrpc import autograd, errors
@@ -136,20 +135,15 @@ def test_a_call_of_another_group_refuses_tensors_that_require_grad(group):
 
 
 def test_threads_train_in_both_groups_at_once(group, quick_switches):
-    failed: list[BaseException] = []
-
     def train(group, autograd, path):
-        try:
-            for number in range(1, 16):
-                x = torch.full((3,), float(number), requires_grad=True)
-                with autograd.context() as context:
-                    y = group.rpc_sync(path[0], along, args=(group.name, path[1:], x))
-                    autograd.backward(context, [(y * y).sum()])
-                    found = autograd.get_gradients(context)
-                    factor = 4 ** len(path)  # the gradient of (2**n x)**2
-                    assert list(found) == [x] and found[x].tolist() == [2 * factor * number] * 3
-        except BaseException as error:
-            failed.append(error)
+        for number in range(1, 16):
+            x = torch.full((3,), float(number), requires_grad=True)
+            with autograd.context() as context:
+                y = group.rpc_sync(path[0], along, args=(group.name, path[1:], x))
+                autograd.backward(context, [(y * y).sum()])
+                found = autograd.get_gradients(context)
+                factor = 4 ** len(path)  # the gradient of (2**n x)**2
+                assert list(found) == [x] and found[x].tolist() == [2 * factor * number] * 3
 
     default = rpc.get_group()
     work = [
@@ -158,12 +152,7 @@ def test_threads_train_in_both_groups_at_once(group, quick_switches):
         (default, autograd, ["alice", "driver", "bob"]),
         (default, default.autograd, ["bob"]),
     ]
-    threads = [threading.Thread(target=train, args=each, daemon=True) for each in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    run_in_threads(train, work, WAIT)
 
 
 def test_an_optimizer_is_in_the_group_of_its_parameters(group):

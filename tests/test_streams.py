@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import targets
 import torch
-from conftest import eventually
+from conftest import eventually, run_in_threads
 
 import rayrpc as rpc
 from rayrpc import autograd, errors, streams
@@ -317,23 +317,12 @@ def test_an_open_stream_runs_on_while_calls_are_made():
 
 
 def test_threads_that_open_and_drop_streams(quick_switches):
-    failed: list[BaseException] = []
-
     def run(func, to):
-        try:
-            for _ in range(15):
-                stream = rpc.stream(to, func, args=(10**9,), window=3)
-                assert list(itertools.islice(stream, 10)) == list(range(10))
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(15):
+            stream = rpc.stream(to, func, args=(10**9,), window=3)
+            assert list(itertools.islice(stream, 10)) == list(range(10))
 
-    ways = itertools.product(GENERATORS, ("alice", "bob", "driver"))
-    threads = [threading.Thread(target=run, args=way, daemon=True) for way in ways]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    run_in_threads(run, itertools.product(GENERATORS, ("alice", "bob", "driver")), WAIT)
     agent = rpc._get_current_rpc_agent()
     gc.collect()
     assert eventually(lambda: not agent.caller.active and not agent.callee.active)
