@@ -69,13 +69,10 @@ class DistributedOptimizer:
         self._agent: Agent | None = next(iter(groups.values()), None)
         functional = _functional(optimizer_class)
         self.is_functional_optim = not issubclass(functional, torch.optim.Optimizer)
-        waits = [
-            params[0]
-            ._get_api()
-            .rpc_async(worker, _make, args=(functional, params, args, kwargs))
-            .wait
-            for worker, params in by_owner.items()
-        ]
+        waits = []
+        for worker, params in by_owner.items():
+            call = params[0]._get_api().rpc_async  # its group's
+            waits.append(call(worker, _make, args=(functional, params, args, kwargs)).wait)
         self.remote_optimizers = _wait_for_all("be constructed", waits)
 
     def step(self, context_id: int) -> None:

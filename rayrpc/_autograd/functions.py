@@ -104,7 +104,7 @@ class Recorder:
         return _rebuild_recorded, (self.message_id, rebuild, args)
 
 
-class Refusal:
+class Refusal(Recorder):
     """Refuse to record the tensors of the message that is encoded in this context.
 
     Args:
@@ -112,20 +112,10 @@ class Refusal:
         other (str): whose worker is called.
     """
 
-    parameters = True
-
     def __init__(self, group: str, other: str) -> None:
+        super().__init__(0, parameters=True)
         self._group = group
         self._other = other
-
-    def __enter__(self) -> None:
-        self._outer: TensorRecorder | None = swap_recorder(self)
-
-    def __exit__(self, *exc: object) -> None:
-        swap_recorder(self._outer)
-
-    def restart(self) -> None:
-        """Begin again: nothing is kept."""
 
     def record(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> NoReturn:
         raise SerializationError(

@@ -119,10 +119,8 @@ class Agent:
         for member in snapshot.members:
             self._worker.devices.add(member)
         self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
-        self.callee = Callee(self._worker, self.slots)
-        self.cancelling = self.callee.cancelling = Cancelling(
-            self.caller, self.callee.under_way, self._threads.submit, transport.kill
-        )
+        self.cancelling = Cancelling(self.caller, self._threads.submit, transport.kill)
+        self.callee = Callee(self._worker, self.slots, self.cancelling)
         self._quiescence = Quiescence(self._worker, self.caller, self.callee, directory)
 
     def start(self) -> None:

@@ -5,7 +5,20 @@ from __future__ import annotations
 from rayrpc._runtime.invocation import user_function
 from rayrpc.errors import CallError, CallTimeoutError, CancelledError
 
-__all__ = ["cancelled", "shut_down", "timed_out"]
+__all__ = ["cancelled", "name_of", "shut_down", "timed_out"]
+
+
+def name_of(func: object, worker: str) -> str:
+    """Return what to call a user's call in a message; empty for a call of rayrpc itself.
+
+    Args:
+        func: what it runs; None: it fetches a value.
+        worker: name of the callee.
+    """
+    if func is None:
+        return f"a fetch from RPC worker {worker!r}"
+    name = user_function(func)
+    return f"the call of {name} on RPC worker {worker!r}" if name else ""
 
 
 def timed_out(timeout: float | None) -> CallTimeoutError:
@@ -26,8 +39,8 @@ def cancelled(func: object, worker: str) -> CancelledError:
         func: what it runs; None: it fetches a value.
         worker: name of the callee.
     """
-    name = "of a fetch" if func is None else f"of {user_function(func) or 'rayrpc'}"
-    return CancelledError(f"the call {name} on RPC worker {worker!r} was cancelled")
+    name = name_of(func, worker) or f"the call of rayrpc on RPC worker {worker!r}"
+    return CancelledError(f"{name} was cancelled")
 
 
 def shut_down() -> CallError:

@@ -48,10 +48,12 @@ class Callee:
     Args:
         worker (Worker): its parts.
         slots (Slots): bounds how many users' functions run at a time.
+        cancelling (Cancelling): cancels calls.
     """
 
-    def __init__(self, worker: Worker, slots: Slots) -> None:
+    def __init__(self, worker: Worker, slots: Slots, cancelling: Cancelling) -> None:
         self._worker = worker
+        self._cancelling = cancelling
         self._me = worker.info
         self._rrefs = worker.rrefs
         self._slots = slots
@@ -65,8 +67,6 @@ class Callee:
         self._calls: dict[ServedCall, None] = {}  # users' calls, until they are replied to
         self._fetches: dict[ServedCall, None] = {}  # those that wait for their values
         self.served = 0
-        #: cancels calls; set by the agent
-        self.cancelling: Cancelling
         #: answers INSPECT frames, given their data
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
@@ -134,7 +134,7 @@ class Callee:
         with self._lock:
             self._calls[entry] = None
             self.served += 1
-        early = self.cancelling.early
+        early = self._cancelling.early
         if early and (frame.src, frame.call_id) in early:
             entry.is_cancelled = True
         if frame.kind is Kind.REMOTE:
@@ -258,7 +258,7 @@ class Callee:
         if type(value) is Turn:
             return self.streams.serve(frame, entry, value, call)
         if type(value) is Cancelled:
-            self.cancelling.serve(frame.src, value.call_id)
+            self._cancelling.serve(frame.src, value.call_id, self.under_way)
             return self._reply(frame, entry, Value(None), call)
         if not isinstance(value, AnyFuture):
             error = RuntimeError(

@@ -74,7 +74,6 @@ class Cancelling:
 
     Args:
         caller (Caller): makes calls.
-        calls (Callable): returns the calls that the worker serves.
         submit (Callable): runs a task in a thread.
         kill (Callable): ends the process of a worker, if it is hosted.
     """
@@ -82,12 +81,10 @@ class Cancelling:
     def __init__(
         self,
         caller: Caller,
-        calls: Callable[[], list[ServedCall]],
         submit: Callable[[Callable[[], object]], object],
         kill: Callable[[Member], object],
     ) -> None:
         self._caller = caller
-        self._calls = calls
         self._submit = submit
         self._kill = kill
         self._lock = threading.Lock()
@@ -138,24 +135,29 @@ class Cancelling:
 
     # -- at the callee ------------------------------------------------------------------------
 
-    def serve(self, src: int, call_id: int) -> None:
-        """Cancel a call of worker ``src``, which may not have arrived yet, or have ended."""
+    def serve(self, src: int, call_id: int, calls: Callable[[], list[ServedCall]]) -> None:
+        """Cancel a call that this worker serves.
+
+        Args:
+            src, call_id: of the call, which may not have arrived yet, or have ended.
+            calls: returns the calls that the worker serves.
+        """
         with self._lock:  # before it looks at the calls: one that arrives now looks here
             self.early[src, call_id] = None
             if len(self.early) > MAX_EARLY:
                 del self.early[next(iter(self.early))]
-        for call in self._calls():
+        for call in calls():
             if call.src == src and call.id == call_id and not call.is_cancelled:
                 call.is_cancelled = True
-                self._submit(functools.partial(self._end, call))
+                self._submit(functools.partial(self._end, call, calls))
                 return
 
-    def _end(self, call: ServedCall) -> None:
+    def _end(self, call: ServedCall, calls: Callable[[], list[ServedCall]]) -> None:
         """End a call that runs."""
         seconds = FIRST_SECONDS
         while True:
             time.sleep(seconds)
-            if call not in self._calls():
+            if call not in calls():
                 return
             stop = call.stop
             if stop is not None:

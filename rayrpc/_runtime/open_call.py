@@ -14,9 +14,9 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Pending
+from rayrpc._runtime.call_errors import name_of
 from rayrpc._runtime.current_call import current_call
 from rayrpc._runtime.hooks import OutgoingCall
-from rayrpc._runtime.invocation import user_function
 from rayrpc._runtime.served_call import ServedCall
 
 __all__ = ["OpenCall", "Request", "Send"]
@@ -101,7 +101,8 @@ class OpenCall:
 
     def failed(self, error: BaseException) -> Error:
         """Return the outcome of a call with an error, which is logged if nobody asks for it."""
-        return Error(error, None, _named(self.request))
+        name = name_of(self.request.func, self.request.to.name)
+        return Error(error, None, name[:1].upper() + name[1:])
 
     @property
     def future(self) -> Any:
@@ -127,14 +128,6 @@ class OpenCall:
         The reply to ``remote`` has nothing to decode, and no user's code waits for it.
         """
         return self.on_created is not None and not _may_run_users_code(outcome)
-
-
-def _named(request: Request) -> str:
-    """Return what to call a user's call in a message; empty for a call of rayrpc itself."""
-    if request.func is None:
-        return f"A fetch from RPC worker {request.to.name!r}"
-    name = user_function(request.func)
-    return f"The call of {name} on RPC worker {request.to.name!r}" if name else ""
 
 
 def _may_run_users_code(outcome: Outcome[Frame]) -> bool:

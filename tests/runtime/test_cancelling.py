@@ -117,7 +117,7 @@ def test_a_queued_call_does_not_run(pair):
 def test_a_call_that_arrives_after_its_cancellation_does_not_run(pair):
     a, b = pair
     number = a.agent.caller.new_id() + 1
-    b.agent.callee.cancelling.serve(a.member.id, number)
+    b.agent.cancelling.serve(a.member.id, number, b.agent.callee.under_way)
     future = a.future(b, note, "late")
     with pytest.raises(CancelledError):
         future.wait()
