@@ -16,7 +16,8 @@ from rayrpc._observe.profiler import profiling_key
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.rrefs.handle import RRef
-from rayrpc._runtime.serialization.codec import add_reducer, dump_tables, load_tables
+from rayrpc._runtime.serialization.codec import dump_tables, load_tables
+from rayrpc._runtime.serialization.reducers import add_reducer
 from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, rebuild
 from rayrpc.functions import async_execution
 

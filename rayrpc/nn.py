@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from rayrpc import api
 from rayrpc._runtime import current
-from rayrpc._runtime.serialization.codec import add_reducer
+from rayrpc._runtime.serialization.reducers import add_reducer
 from rayrpc.rref_proxy import RRef
 
 __all__ = ["RemoteModule"]

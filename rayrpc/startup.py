@@ -23,13 +23,15 @@ from rayrpc._observe.slow_calls import SlowCalls
 from rayrpc._observe.stacks import set_waits
 from rayrpc._observe.trace import trace_until_shutdown
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.membership import GUEST, RESTARTS, Member
+from rayrpc._protocol.membership import GUEST, PROCESS, RESTARTS, Change, Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
-from rayrpc._runtime.serialization.codec import add_object_type
+from rayrpc._runtime.serialization.global_versions import this_process
+from rayrpc._runtime.serialization.reducers import add_object_type
+from rayrpc._runtime.serialization.shared_globals import forget
 from rayrpc._runtime.serialization.stored import decode_stored, encode_stored
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._transports import open_metrics, open_objects, open_transport, watch_actor
@@ -186,6 +188,7 @@ def make_agent(
                 pid=os.getpid(),
                 main=main_identity(),
                 extra={
+                    PROCESS: this_process(),
                     **_devices_to_text(options),
                     **({GUEST: True} if role is Role.GUEST else {}),
                     **({RESTARTS: restarts} if restarts else {}),
@@ -220,6 +223,7 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
         objects,
     )
+    agent.observers.add(_forget_globals)
     contexts.attach(agent, 0 if role is Role.DEFAULT else first_number(place.key))
     if settings.cancel_on_interrupt:
         agent.caller.on_interrupted_wait = agent.cancelling.notify
@@ -244,6 +248,14 @@ def make_agent(
         agent.on_shutdown(slow_calls.close)
         slow_calls.start()
     return agent
+
+
+def _forget_globals(change: Change) -> None:
+    """Drop the globals of functions that a process has sent, when it has left all groups."""
+    process = change.member.extra.get(PROCESS, "")
+    present = (each.extra.get(PROCESS) for agent in current.agents() for each in agent.members())
+    if change.kind != "joined" and process not in present:
+        forget(process)
 
 
 def _leave_drained(agent: Agent) -> None:

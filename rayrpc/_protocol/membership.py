@@ -24,6 +24,7 @@ __all__ = [
     "Decision",
     "GUEST",
     "Member",
+    "PROCESS",
     "RESTARTS",
     "Refused",
     "Session",
@@ -36,6 +37,8 @@ __all__ = [
 
 #: marks a member that only calls the others, in its ``extra``
 GUEST = "guest"
+#: in its ``extra``, the id of its process, by which functions sent by value share their globals
+PROCESS = "process"
 #: in its ``extra``, how often a worker is started again if it dies; -1: always
 RESTARTS = "restarts"
 

@@ -28,6 +28,7 @@ import cloudpickle
 import torch
 import torch.multiprocessing  # registers its reducers
 
+from rayrpc._runtime.serialization.shared_globals import SharesGlobals, dumps_by_value
 from rayrpc.errors import PlacementError
 from rayrpc.launch.hosted import Target
 
@@ -113,11 +114,16 @@ class Arguments:
         return targets
 
     def _copied(self) -> bytes:
-        return bytes((cloudpickle if self._by_value else pickle).dumps(self._call, 5))
+        if not self._by_value:
+            return pickle.dumps(self._call, 5)
+        by_value: Any = _ByValue
+        return dumps_by_value(lambda file: by_value(file, 5), self._call)
 
     def _shared(self) -> bytes:
+        if self._by_value:
+            return dumps_by_value(lambda file: _SharingByValue(file, 5), self._call)
         file = io.BytesIO()
-        pickler: Any = _SharingByValue if self._by_value else ForkingPickler
+        pickler: Any = ForkingPickler
         pickler(file, 5).dump(self._call)
         return file.getvalue()
 
@@ -130,7 +136,11 @@ def _is_shared(obj: Any) -> bool:
         return False
 
 
-class _SharingByValue(cloudpickle.Pickler):
+class _ByValue(SharesGlobals, cloudpickle.Pickler):
+    """Pickles functions whose globals those that are sent in calls share."""
+
+
+class _SharingByValue(_ByValue):
     def __init__(self, file: Any, protocol: int) -> None:
         forking: Any = ForkingPickler(io.BytesIO())
         # before __init__, which takes it

@@ -20,7 +20,7 @@ from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.rrefs.creation_site import users_line
 from rayrpc._runtime.rrefs.home import Home, get_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
-from rayrpc._runtime.serialization.codec import add_reducer
+from rayrpc._runtime.serialization.reducers import add_reducer
 from rayrpc._runtime.serialization.sessions import reduce_rref
 from rayrpc._runtime.user_api import UserApi
 from rayrpc.errors import CallTimeoutError, RpcError

@@ -10,18 +10,15 @@ the cluster's store, as ``sessions`` says.
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 import sys
 import threading
-import types
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
 from rayrpc._concurrency.outcome import Value, text_of
@@ -29,33 +26,27 @@ from rayrpc._protocol.messages import PLAIN_TYPES, Fork, Payload, SharedForks
 from rayrpc._runtime.current_call import is_interrupt
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
-from rayrpc._runtime.serialization.recording import (
-    begin_message,
-    reduce_parameter,
-    reduce_recorded,
-)
+from rayrpc._runtime.serialization.global_versions import UnitFoundError
+from rayrpc._runtime.serialization.recording import begin_message, reduce_recorded
+from rayrpc._runtime.serialization.reducers import REDUCERS, Reducer
 from rayrpc._runtime.serialization.sessions import (
     ArgumentObject,
     Encoding,
     Sharer,
     object_types,
-    reduce_argument,
-    reduce_object,
     session,
 )
+from rayrpc._runtime.serialization.shared_globals import SharesGlobals
 from rayrpc._runtime.serialization.tensors import (
     NoDeviceError,
     SentInPartError,
     Storages,
-    reduce_array,
     reduce_tensor,
     swap_storages,
 )
 from rayrpc.errors import FunctionNotFoundError, SerializationError
 
-__all__ = ["Codec", "add_object_type", "add_reducer", "dump_tables", "load_tables"]
-
-Reducer = Callable[[Any], Any]
+__all__ = ["Codec", "dump_tables", "load_tables"]
 
 NOT_ON_CALLEE = (
     " Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both "
@@ -66,85 +57,12 @@ NOT_ON_CALLEE = (
 MAX_PICKLE = (1 << 32) - (1 << 24)
 
 
-def _reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    return _load_script_module, (file.getvalue(),)
-
-
-def _load_script_module(data: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(data))
-
-
-def _reduce_script_function(function: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    original = getattr(function, "_torchdynamo_inline", None)
-    if original is None:
-        file = io.BytesIO()
-        torch.jit.save(function, file)
-        return _load_script_module, (file.getvalue(),)
-    if session.encoding is not None and session.encoding.by_value:
-        # compiled code names functions of this process; the Python original is pickled with them
-        return _itself, (original,)
-    if "<locals>" in original.__qualname__:
-        raise pickle.PicklingError(f"{original.__qualname__} cannot be found by its name")
-    return _find_script_function, (original.__module__, original.__qualname__)
-
-
-def _itself(obj: Any) -> Any:
-    return obj
-
-
-def _find_script_function(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    while hasattr(found, "_wrapped_async_rpc_function"):
-        found = found._wrapped_async_rpc_function
-    return found
-
-
-def _reduce_builtin(function: Any) -> Any:
-    name = function.__name__
-    if getattr(torch, name, None) is function:
-        return _torch_function, (name,)
-    return function.__reduce_ex__(4)
-
-
-def _torch_function(name: str) -> Any:
-    return getattr(torch, name)
-
-
-_jit: Any = torch.jit
-
-_REDUCERS: dict[type, Reducer] = {
-    np.ndarray: reduce_array,
-    torch.Tensor: reduce_tensor,
-    torch.nn.Parameter: reduce_parameter,
-    _jit.ScriptModule: _reduce_script_module,
-    _jit.RecursiveScriptModule: _reduce_script_module,
-    _jit.ScriptFunction: _reduce_script_function,
-    types.BuiltinFunctionType: _reduce_builtin,
-    ArgumentObject: reduce_argument,
-}
-
-
-def add_reducer(cls: type, reducer: Reducer) -> None:
-    """Pickle instances of exactly ``cls`` with ``reducer`` in all calls from now on."""
-    _REDUCERS[cls] = reducer
-
-
-def add_object_type(cls: type) -> None:
-    """Send instances of exactly ``cls`` as references to objects of the cluster's store."""
-    object_types.add(cls)
-    add_reducer(cls, reduce_object)
-
-
 class _ByReference(pickle.Pickler):
-    dispatch_table: Any = _REDUCERS
+    dispatch_table: Any = REDUCERS
 
 
-class _ByValue(cloudpickle.Pickler):
-    dispatch_table: Any = ChainMap(_REDUCERS, cloudpickle.Pickler.dispatch_table)  # noqa: RUF012
+class _ByValue(SharesGlobals, cloudpickle.Pickler):
+    dispatch_table: Any = ChainMap(REDUCERS, cloudpickle.Pickler.dispatch_table)  # noqa: RUF012
 
 
 def _reduce_mapped(tensor: torch.Tensor) -> Any:
@@ -156,10 +74,10 @@ def _reduce_mapped(tensor: torch.Tensor) -> Any:
 
 
 class _MappedByReference(pickle.Pickler):
-    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _REDUCERS)  # noqa: RUF012
+    dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, REDUCERS)  # noqa: RUF012
 
 
-class _MappedByValue(cloudpickle.Pickler):
+class _MappedByValue(SharesGlobals, cloudpickle.Pickler):
     dispatch_table: Any = ChainMap({torch.Tensor: _reduce_mapped}, _ByValue.dispatch_table)  # noqa: RUF012
 
 
@@ -281,6 +199,8 @@ class Codec:
                 return self._dump_once(obj, to, devices, lends, by_value)
             except SentInPartError as exc:
                 whole |= {exc.address}
+            except UnitFoundError:
+                pass  # it is remembered
             finally:
                 swap_storages(outer)
 
@@ -407,7 +327,7 @@ def dump_tables(obj: Any, rref_reducer: Reducer) -> tuple[bytes, list[torch.Tens
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=5)
-    pickler.dispatch_table = ChainMap({torch.Tensor: take}, _REDUCERS)
+    pickler.dispatch_table = ChainMap({torch.Tensor: take}, REDUCERS)
     outer = session.reduce
     session.reduce = rref_reducer
     try:

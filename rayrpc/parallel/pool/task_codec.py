@@ -18,8 +18,8 @@ from typing import Any
 from rayrpc._protocol.messages import PLAIN_TYPES
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.sessions import NoRRefs
-from rayrpc.parallel.pickle import dumps, loads
-from rayrpc.parallel.pool.globals import dumps_sharing_globals
+from rayrpc._runtime.serialization.shared_globals import SharesGlobals, dumps_by_value
+from rayrpc.parallel.pickle import Pickler, dumps, loads
 from rayrpc.parallel.pool.tasks import Result, Task, mapstar, starmapstar
 
 __all__ = [
@@ -113,8 +113,12 @@ def prepare_function(func: Callable[..., Any] | None) -> Any:
     """Return what stands for a function in tasks: itself if workers can import it."""
     if func is None or _is_importable(func):
         return func
-    data = dumps_sharing_globals(func)
+    data = dumps_by_value(lambda file: _FunctionPickler(file, copy_tensor=True), func)
     return SentFunction(hashlib.sha256(data).digest(), data, isinstance(func, types.FunctionType))
+
+
+class _FunctionPickler(SharesGlobals, Pickler):
+    """Pickles functions that share the globals of their program in each worker."""
 
 
 def load_function(func: Any) -> Any:
