@@ -243,14 +243,16 @@ class Group:
         detached: bool = False,
         max_restarts: int = 0,
         on_start: Callable[[], object] | None = None,
+        restart: bool = False,
     ) -> WorkerGroup:
         """Start workers that join this group, which is their default one.
 
         Args:
-            names, resources, detached, max_restarts, on_start: see ``rayrpc.start_workers``.
+            names, resources, detached, max_restarts, on_start, restart: see
+                ``rayrpc.start_workers``.
 
         Returns:
-            WorkerGroup: of the new workers, which serve already and end with this process's
+            WorkerGroup: of the workers, which serve already and end with this process's
             membership.
 
         Raises:
@@ -261,7 +263,7 @@ class Group:
         lifetime = Lifetime(detached, max_restarts, on_start)
         settings = config.settings()
         wanted = wanted_by(settings, names, resources)
-        return start_beside(self._agent, settings, wanted, lifetime)
+        return start_beside(self._agent, settings, wanted, lifetime, restart)
 
     # -- who comes and goes -------------------------------------------------------------------
 

@@ -110,11 +110,13 @@ def start_workers(
     detached: bool = False,
     max_restarts: int = 0,
     on_start: Callable[[], object] | None = None,
+    restart: bool = False,
 ) -> WorkerGroup:
     """Start workers that serve calls, as Ray actors, and join their group.
 
     If RPC is not initialized in this process, it becomes a member of a new dynamic group; the
-    workers join that, or the dynamic group that this process is in.
+    workers join that, or the dynamic group that this process is in. Called again with the same
+    names, as when the cell of a notebook runs again, it returns the workers that are there.
 
     Args:
         names (list[str]): of the workers, unique in the group.
@@ -132,14 +134,18 @@ def start_workers(
             at most.
         on_start (Callable, optional): runs on each worker, without arguments, whenever it is
             started; calls to the worker wait until it has returned. It may call other workers.
+        restart (bool): end the workers that this process has started under these names, and start
+            new ones.
 
     Returns:
-        WorkerGroup: of the new workers, which serve already.
+        WorkerGroup: of the workers, which serve already.
 
     Raises:
         PlacementError: a worker asks for resources that no node has, or that did not become free
             in the seconds of the setting ``placement_timeout``.
-        GroupError: this process is in a group of fixed size, or a name is taken.
+        GroupError: this process is in a group of fixed size, or a name is there twice, or taken:
+            by workers that others have started, or with other ``resources``, or by only some of
+            those that were started together. No worker is started then.
         ConfigError: ``resources`` or ``max_restarts`` has a value that is not valid, or detached
             workers have no group, or are to be started again.
         TypeError: ``names`` is one string, or ``resources`` has an unknown key.
@@ -158,10 +164,10 @@ def start_workers(
             raise ConfigError(
                 "detached workers need a group that they are found by: give group=NAME"
             )
-        return start_with(settings, names, resources, me, lifetime)
+        return start_with(settings, names, resources, me, lifetime, restart)
     wanted = wanted_by(settings, names, resources)
     if current.find(group) is not None:
-        return start_beside(get_group(group)._agent, settings, wanted, lifetime)
+        return start_beside(get_group(group)._agent, settings, wanted, lifetime, restart)
     guest = _join_as_guest(group)
     try:
         return start_beside(guest._agent, settings, wanted, lifetime)

@@ -101,6 +101,11 @@ class Restarts:
         if not self._stopped:
             logger.error("RPC worker %r is not started any more: %s", worker, cause)
 
+    def starting(self) -> list[str]:
+        """Return the names of the workers that are being started again."""
+        with self._lock:
+            return [name for name, thread in self._starting.items() if thread.is_alive()]
+
     def stop(self) -> None:
         """Start no worker any more; wait, but not for long, for those that are being started."""
         self._unobserve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import uuid
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 FOR_THIS_PROCESS = Lifetime()
+# How long workers that are replaced may take to leave their group.
+LEAVE_SECONDS = 10.0
 
 
 class WorkerGroup:
@@ -55,6 +58,8 @@ class WorkerGroup:
         actors (dict[str, ActorHandle]): by worker.
         placed (dict): by worker, as ``placed_options`` returned them.
         output (Output, optional): what they print; None: Ray has it.
+        wanted (dict[str, WorkerResources]): by worker, what it asks for.
+        lifetime (Lifetime): of the workers.
 
     Raises:
         KeyError: by ``group[name]``: no worker of this name was started here.
@@ -75,8 +80,12 @@ class WorkerGroup:
         actors: dict[str, ActorHandle[HostedWorker]],
         placed: dict[str, dict[str, Any]],
         output: Output | None,
+        wanted: dict[str, WorkerResources],
+        lifetime: Lifetime,
     ) -> None:
         self._agent = agent
+        self._wanted = wanted
+        self._lifetime = lifetime
         self._actors = actors
         self._placed = placed
         self._output = output
@@ -110,6 +119,7 @@ class WorkerGroup:
         They have 5 seconds to leave the group.  ``rpc.shutdown()`` in the process that started
         them ends them, too.
         """
+        self._forget()
         if self._restarts is not None:
             self._restarts.stop()
         with self._lock:
@@ -122,10 +132,24 @@ class WorkerGroup:
         release_placement(self._placed)
         self._close_outputs()
 
+    def _forget(self) -> None:
+        with contextlib.suppress(ValueError):  # it is stopped twice
+            _started.remove(self)
+
     def _close_outputs(self) -> None:
         for output in (self._output, *self._outputs.values()):
             if output is not None:
                 output.close()
+
+    @property
+    def _restarting(self) -> list[str]:
+        """The names of those that have died and are being started again."""
+        return [] if self._restarts is None else self._restarts.starting()
+
+    def _is_as(self, wanted: Mapping[str, WorkerResources], lifetime: Lifetime) -> bool:
+        """Tell whether these workers are what a program asks for again; ``on_start`` may differ."""
+        alike = dataclasses.replace(lifetime, on_start=self._lifetime.on_start)
+        return wanted == self._wanted and alike == self._lifetime
 
     def _keep_alive(
         self, limit: int, start: Callable[[str, int], tuple[ActorHandle[HostedWorker], Output]]
@@ -154,32 +178,39 @@ class WorkerGroup:
         self._restarts = Restarts(self._agent, self._actors, limit, restart)
 
 
+#: those of groups that this process is in, unless they were stopped
+_started: list[WorkerGroup] = []
+
+
 def start_with(
     settings: config.Settings,
     names: Sequence[str],
     resources: Mapping[str, float | Mapping[str, float]] | None = None,
     me: str = "driver",
     lifetime: Lifetime = FOR_THIS_PROCESS,
+    restart: bool = False,
 ) -> WorkerGroup:
     """Start workers with settings of their own.
 
     Args:
         settings: of the workers, and of this process where it joins a group.
-        names, resources, me: see ``rayrpc.start_workers``.
+        names, resources, me, restart: see ``rayrpc.start_workers``.
         lifetime: of the workers.
 
     Returns:
-        WorkerGroup: of the new workers, which serve already.
+        WorkerGroup: of the workers, which serve already.
 
     Raises:
         PlacementError, GroupError, ConfigError: see ``rayrpc.start_workers``.
     """
+    if me in names and not current.is_set():
+        raise GroupError(f"the name {me!r} is this process's: give it another one by me=NAME")
     wanted = wanted_by(settings, names, resources)
     if not current.is_set():
         options = startup.default_options(settings)
         options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
         api.init_rpc(me, rpc_backend_options=options)
-    return start_beside(current.get_agent(), settings, wanted, lifetime)
+    return start_beside(current.get_agent(), settings, wanted, lifetime, restart)
 
 
 def wanted_by(
@@ -200,6 +231,8 @@ def wanted_by(
         raise TypeError(f"names must be a list of worker names, got the string {names!r}")
     for name in names:
         WorkerInfo(name, 0)  # checks it
+    if twice := sorted({name for name in names if list(names).count(name) > 1}):
+        raise GroupError(f"names must be unique, and {', '.join(map(repr, twice))} is there twice")
     connect(settings)
     values: dict[str, Any] = dict(resources or {})
     given = None if resources is None else WorkerResources(**values)
@@ -213,6 +246,7 @@ def start_beside(
     settings: config.Settings,
     wanted: dict[str, WorkerResources],
     lifetime: Lifetime = FOR_THIS_PROCESS,
+    restart: bool = False,
 ) -> WorkerGroup:
     """Start workers in the dynamic group of a worker of this process.
 
@@ -221,9 +255,10 @@ def start_beside(
         settings: of the workers.
         wanted: by worker, what it asks for; see ``wanted_by``.
         lifetime: of the workers.
+        restart: see ``rayrpc.start_workers``.
 
     Returns:
-        WorkerGroup: of the new workers, which serve already.
+        WorkerGroup: of the workers, which serve already.
 
     Raises:
         PlacementError, GroupError: see ``rayrpc.start_workers``.
@@ -233,6 +268,9 @@ def start_beside(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
         )
+    there = _find_started(agent, wanted, lifetime, restart)
+    if there is not None:
+        return there
     reserved_for = reservation_name(agent.key) if lifetime.detached else ""
     placed = placed_options(
         wanted, settings.placement_strategy, settings.placement_timeout, reserved_for
@@ -242,9 +280,9 @@ def start_beside(
     except BaseException:
         release_placement(placed)
         raise
-    group = WorkerGroup(agent, actors, placed, output)
-    if not lifetime.detached:
-        agent.on_shutdown(group.stop)
+    group = WorkerGroup(agent, actors, placed, output, wanted, lifetime)
+    _started.append(group)
+    agent.on_shutdown(group._forget if lifetime.detached else group.stop)
     if lifetime.max_restarts:
 
         def start(name: str, left: int) -> tuple[ActorHandle[HostedWorker], Output]:
@@ -256,6 +294,48 @@ def start_beside(
 
         group._keep_alive(lifetime.max_restarts, start)
     return group
+
+
+def _find_started(
+    agent: Agent, wanted: Mapping[str, WorkerResources], lifetime: Lifetime, restart: bool
+) -> WorkerGroup | None:
+    """Return the workers that a program asks for again; None: their names are free.
+
+    Raises:
+        GroupError: names are taken by others.
+    """
+    mine = [each for each in list(_started) if each._agent is agent]
+    present = {member.name for member in agent.members()}
+    present.update(*(each._restarting for each in mine))
+    for each in mine:
+        if present.isdisjoint(each._wanted):  # all have died
+            each._forget()
+    taken = present.intersection(wanted)
+    started = [each for each in mine if not taken.isdisjoint(each._wanted)]
+    if not taken:
+        return None
+    others = taken.difference(*(each._wanted for each in started))
+    if others:
+        advice = "choose other names"
+    elif any(each._wanted.keys() - wanted.keys() for each in started):
+        advice = "ask for all workers that were started together"
+    elif restart:
+        for each in started:
+            each.stop()
+        agent.wait_until(
+            lambda: taken.isdisjoint(member.name for member in agent.members()), LEAVE_SECONDS
+        )
+        return None
+    elif len(started) > 1 or started[0]._wanted.keys() != wanted.keys():
+        advice = "ask for those alone, or for all anew by restart=True"
+    elif taken != wanted.keys():
+        advice = "the others have died; restart=True replaces all"
+    elif not started[0]._is_as(wanted, lifetime):
+        advice = "they have other resources, or another lifetime; restart=True replaces them"
+    else:
+        return started[0]
+    names = ", ".join(map(repr, sorted(taken)))
+    raise GroupError(f"{names} of the workers are in group {agent.key!r} already: {advice}")
 
 
 def start_into(

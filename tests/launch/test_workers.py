@@ -97,3 +97,70 @@ def test_a_static_group_takes_no_workers():
 def test_names_must_be_a_list():
     with pytest.raises(TypeError, match="must be a list"):
         rpc.start_workers("dora")
+
+
+@pytest.fixture
+def shut_down():
+    yield
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown()
+
+
+def pids(*names):
+    return [rpc.rpc_sync(name, targets.pid) for name in names]
+
+
+@pytest.mark.usefixtures("shut_down")
+def test_workers_that_are_asked_for_again_are_those_that_are_there():
+    def note():
+        pass
+
+    group = rpc.start_workers(["carol", "dave"], me="me", on_start=note)
+    before = pids("carol", "dave")
+    assert rpc.start_workers(["dave", "carol"], on_start=lambda: None) is group
+    assert rpc.get_group().start_workers(["carol", "dave"]) is group
+    assert pids("carol", "dave") == before
+    for names, given, advice in (
+        (["carol"], {}, "ask for all workers that were started together"),
+        (["carol"], {"restart": True}, "ask for all workers that were started together"),
+        (["carol", "dave", "erin"], {}, "ask for those alone, or for all anew by restart=True"),
+        (["carol", "dave"], {"resources": {"num_cpus": 1}}, "they have other resources"),
+        (["carol", "dave"], {"max_restarts": 1}, "or another lifetime; restart=True"),
+        (["erin", "me"], {}, "choose other names"),
+        (["erin", "me"], {"restart": True}, "choose other names"),
+    ):
+        with pytest.raises(errors.GroupError, match=advice):
+            rpc.start_workers(names, **given)
+    assert pids("carol", "dave") == before
+
+    anew = rpc.start_workers(["carol", "dave", "erin"], restart=True)
+    assert anew is not group and len(group) == 0
+    assert not any(alive(pid) for pid in before)
+    assert not set(pids("carol", "dave", "erin")) & set(before)
+
+
+@pytest.mark.usefixtures("shut_down")
+def test_workers_that_have_died_are_asked_for_anew():
+    group = rpc.start_workers(["carol"], me="me")
+    for _ in range(2):
+        rpc.rpc_async("carol", targets.kill_me)
+        assert eventually(lambda: len(rpc.get_group().workers()) == 1)
+        before, group = group, rpc.start_workers(["carol"])
+        assert group is not before
+    assert rpc.start_workers(["carol"]) is group
+
+    pair = rpc.start_workers(["dave", "erin"])
+    rpc.rpc_async("dave", targets.kill_me)
+    assert eventually(lambda: len(rpc.get_group().workers()) == 3)
+    with pytest.raises(errors.GroupError, match="the others have died; restart=True"):
+        rpc.start_workers(["dave", "erin"])
+    assert rpc.start_workers(["dave", "erin"], restart=True) is not pair
+
+
+def test_names_that_cannot_be_are_refused_before_any_worker_starts(monkeypatch):
+    monkeypatch.delattr("rayrpc.launch.workers.placed_options")
+    with pytest.raises(errors.GroupError, match="'a' is there twice"):
+        rpc.start_workers(["a", "b", "a"])
+    with pytest.raises(errors.GroupError, match="'me' is this process's: give it another"):
+        rpc.start_workers(["a", "me"], me="me")
+    assert not rpc._is_current_rpc_agent_set()
