@@ -294,10 +294,11 @@ class Group:
     ) -> Callable[[], None]:
         def on_change(change: Change) -> None:
             member = change.member
-            if (change.kind == "joined") is joins and not member.extra.get(GUEST):
+            if not member.extra.get(GUEST):
                 observer(WorkerInfo(member.name, member.id), change.cause)
 
-        return self._agent.observers.add(on_change)
+        kinds = ("joined",) if joins else ("left", "died")
+        return self._agent.observers.add(on_change, *kinds)
 
     def shutdown(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         """Leave the group; see ``rayrpc.shutdown``.

@@ -223,7 +223,7 @@ def make_agent(
         [ProfilerHook(snapshot.me.id), contexts],
         objects,
     )
-    agent.observers.add(_forget_globals)
+    agent.observers.add(_forget_globals, "left", "died")
     contexts.attach(agent, 0 if role is Role.DEFAULT else first_number(place.key))
     if settings.cancel_on_interrupt:
         agent.caller.on_interrupted_wait = agent.cancelling.notify
@@ -254,7 +254,7 @@ def _forget_globals(change: Change) -> None:
     """Drop the globals of functions that a process has sent, when it has left all groups."""
     process = change.member.extra.get(PROCESS, "")
     present = (each.extra.get(PROCESS) for agent in current.agents() for each in agent.members())
-    if change.kind != "joined" and process not in present:
+    if process not in present:
         forget(process)
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rayrpc._protocol.membership import Change
 
@@ -14,6 +15,15 @@ __all__ = ["Observer", "Observers"]
 logger = logging.getLogger(__name__)
 
 Observer = Callable[[Change], object]
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    observer: Observer
+    kinds: tuple[str, ...]
+
+    def wants(self, change: Change) -> bool:
+        return not self.kinds or change.kind in self.kinds
 
 
 class Observers:
@@ -30,13 +40,18 @@ class Observers:
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
         self._lock = threading.Lock()
-        self._observers: list[Observer] = []
+        self._observers: list[_Entry] = []
         self._changes: deque[Change] = deque()
         self._is_running = False
 
-    def add(self, observer: Observer) -> Callable[[], None]:
-        """Have an observer called for each change from now on; return what ends that."""
-        entry: Observer = lambda change: observer(change)  # noqa: E731 - unlike any other
+    def add(self, observer: Observer, *kinds: str) -> Callable[[], None]:
+        """Have an observer called for changes from now on; return what ends that.
+
+        Args:
+            observer: takes a change.
+            *kinds: of the changes; none: all.
+        """
+        entry = _Entry(observer, kinds)
         with self._lock:
             self._observers.append(entry)
 
@@ -50,7 +65,7 @@ class Observers:
     def report(self, change: Change) -> None:
         """Have the observers called for a change; does not wait."""
         with self._lock:
-            if not self._observers:
+            if not any(entry.wants(change) for entry in self._observers):
                 return
             self._changes.append(change)
             if self._is_running:
@@ -70,7 +85,7 @@ class Observers:
                     self._is_running = False
                     return
                 change = self._changes.popleft()
-                observers = list(self._observers)
+                observers = [each.observer for each in self._observers if each.wants(change)]
             for observer in observers:
                 try:
                     observer(change)

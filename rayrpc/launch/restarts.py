@@ -57,12 +57,12 @@ class Restarts:
         self._lock = threading.Lock()
         self._stopped = False
         self._starting: dict[str, threading.Thread] = {}  # by worker
-        self._unobserve = agent.observers.add(self._on_change)
+        self._unobserve = agent.observers.add(self._on_death, "died")
         for worker in self._left:
             self._start_if_dead(worker)
 
-    def _on_change(self, change: Change) -> None:
-        if change.kind == "died" and change.member.name in self._left:
+    def _on_death(self, change: Change) -> None:
+        if change.member.name in self._left:
             self._start_if_dead(change.member.name)
 
     def _cause_of_death(self, worker: str) -> str:

@@ -34,6 +34,28 @@ def test_each_is_called_for_each_change_in_order(quick_switches):
     assert seen == {"one": list(range(2000)), "other": list(range(2000))}
 
 
+def test_one_may_be_called_for_some_kinds_of_changes():
+    started = []
+
+    def submit(task):
+        started.append(task)
+        task()
+
+    observers = Observers(submit)
+    deaths, others = [], []
+    observers.add(deaths.append, "died")
+    observers.report(change(0))
+    assert not started and not deaths
+    remove = observers.add(others.append, "joined", "left")
+    for number, kind in enumerate(("joined", "died", "left")):
+        observers.report(change(number)._replace(kind=kind))
+    assert [each.kind for each in deaths] == ["died"]
+    assert [each.kind for each in others] == ["joined", "left"]
+    remove()
+    observers.report(change(3))
+    assert len(others) == 2 and len(started) == 3
+
+
 def test_no_two_are_called_at_once(quick_switches):
     running = threading.Lock()
     count = []
