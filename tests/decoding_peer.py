@@ -1,29 +1,26 @@
-"""A process that decodes what a codec has encoded, runs it, and encodes it again.
+"""A process that decodes the calls that a codec has encoded, runs them, and encodes them again."""
 
-Requests are read from stdin, answers written to stdout, each with its length before it.
-"""
+import multiprocessing
 
-import pickle
-import struct
-import subprocess
-import sys
-from typing import Any
+from rayrpc._runtime.serialization.codec import Codec
+from rayrpc._runtime.serialization.sessions import NoRRefs
 
-_LENGTH = struct.Struct("<Q")
+
+def make_codec():
+    """Return a codec for objects without RRefs."""
+    return Codec(NoRRefs("no RRefs here"))
 
 
 class Peer:
-    """The process, for one that encodes.
+    """The process, for one that encodes."""
 
-    Args:
-        codec: encodes for it.
-    """
-
-    def __init__(self, codec):
-        self._codec = codec
-        self._process: Any = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def __init__(self):
+        context = multiprocessing.get_context("spawn")
+        self._codec = make_codec()
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=serve, args=(there,))
+        self._process.start()
+        there.close()
 
     def send(self, func, *args):
         """Have the process keep a call; return its number."""
@@ -47,39 +44,22 @@ class Peer:
 
     def end(self):
         """End the process."""
-        self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
+        self._connection.close()
+        self._process.join(10)
+        self._process.close()
 
     def _ask(self, *request):
-        write(self._process.stdin, request)
-        is_error, answer = read(self._process.stdout)
+        self._connection.send(request)
+        assert self._connection.poll(60)
+        is_error, answer = self._connection.recv()
         if is_error:
             raise RuntimeError(answer)
         return answer
 
 
-def write(file, obj):
-    """Write an object."""
-    data = pickle.dumps(obj)
-    file.write(_LENGTH.pack(len(data)) + data)
-    file.flush()
-
-
-def read(file):
-    """Return the next object; raises EOFError at the end."""
-    header = file.read(_LENGTH.size)
-    if not header:
-        raise EOFError
-    return pickle.loads(file.read(*_LENGTH.unpack(header)))
-
-
-def main():
+def serve(connection):
     """Answer requests until there are no more."""
-    from rayrpc._runtime.serialization.codec import Codec
-    from rayrpc._runtime.serialization.sessions import NoRRefs
-
-    codec = Codec(NoRRefs("no RRefs here"))
+    codec = make_codec()
     kept = []
 
     def answer(what, given):
@@ -91,14 +71,10 @@ def main():
 
     while True:
         try:
-            request = read(sys.stdin.buffer)
+            request = connection.recv()
         except EOFError:
             return
         try:
-            write(sys.stdout.buffer, (False, answer(*request)))
+            connection.send((False, answer(*request)))
         except Exception as exc:
-            write(sys.stdout.buffer, (True, f"{type(exc).__name__}: {exc}"))
-
-
-if __name__ == "__main__":
-    main()
+            connection.send((True, f"{type(exc).__name__}: {exc}"))

@@ -114,18 +114,13 @@ class Arguments:
         return targets
 
     def _copied(self) -> bytes:
-        if not self._by_value:
-            return pickle.dumps(self._call, 5)
-        by_value: Any = _ByValue
-        return dumps_by_value(lambda file: by_value(file, 5), self._call)
+        return self._pickled(_ByValue if self._by_value else pickle.Pickler)
 
     def _shared(self) -> bytes:
-        if self._by_value:
-            return dumps_by_value(lambda file: _SharingByValue(file, 5), self._call)
-        file = io.BytesIO()
-        pickler: Any = ForkingPickler
-        pickler(file, 5).dump(self._call)
-        return file.getvalue()
+        return self._pickled(_SharingByValue if self._by_value else ForkingPickler)
+
+    def _pickled(self, pickler: Any) -> bytes:
+        return dumps_by_value(lambda file: pickler(file, 5), self._call)
 
 
 def _is_shared(obj: Any) -> bool:

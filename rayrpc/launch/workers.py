@@ -203,10 +203,10 @@ def start_with(
     Raises:
         PlacementError, GroupError, ConfigError: see ``rayrpc.start_workers``.
     """
-    if me in names and not current.is_set():
-        raise GroupError(f"the name {me!r} is this process's: give it another one by me=NAME")
     wanted = wanted_by(settings, names, resources)
     if not current.is_set():
+        if me in names:
+            raise GroupError(f"the name {me!r} is this process's: give it another one by me=NAME")
         options = startup.default_options(settings)
         options.init_method = f"ray://group-{uuid.uuid4().hex[:8]}"
         api.init_rpc(me, rpc_backend_options=options)
@@ -316,7 +316,7 @@ def _find_started(
         return None
     others = taken.difference(*(each._wanted for each in started))
     if others:
-        advice = "choose other names"
+        advice = "choose other names, or call those that are there"
     elif any(each._wanted.keys() - wanted.keys() for each in started):
         advice = "ask for all workers that were started together"
     elif restart:

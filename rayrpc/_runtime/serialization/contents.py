@@ -202,10 +202,6 @@ class _Standing:
     """Stands in a content for an object that it is not made from again."""
 
 
-class _Function:
-    """Stands in a content for a function."""
-
-
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     flat = tensor.detach()
     if flat.layout is not torch.strided or flat.is_quantized or flat.is_nested or flat.is_meta:
@@ -260,7 +256,7 @@ class _ContentPickler(cloudpickle.Pickler):
 
     Args:
         digest: takes the pickle.
-        home_of: see ``Contents``.
+        home_of: see ``content_of``.
     """
 
     dispatch_table: Any = _CONTENT_REDUCERS
@@ -275,7 +271,7 @@ class _ContentPickler(cloudpickle.Pickler):
         if isinstance(obj, type) and not _should_pickle_by_reference(obj):
             return _Standing, (class_id(obj),)
         if isinstance(obj, types.FunctionType) and not _should_pickle_by_reference(obj):
-            return _Function, (), self._parts(obj)
+            return _Standing, (), self._parts(obj)
         return NotImplemented
 
     def _parts(self, func: types.FunctionType) -> Any:

@@ -17,6 +17,7 @@ together, and get new versions together, so that they do there, too.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import threading
@@ -34,7 +35,7 @@ from rayrpc._runtime.serialization.contents import (
     content_of,
 )
 
-__all__ = ["Contents", "UnitFoundError", "is_this_process", "this_process"]
+__all__ = ["SentGlobals", "UnitFoundError", "is_this_process", "this_process"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class _Versions:
     """Counts the contents that globals and classes of this process have been sent with."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come between, and send a function
+        self._next = itertools.count(1).__next__
         self._last: dict[Node, tuple[bytes, int]] = {}
         #: the others of the unit that a global was in
         self.units: dict[Node, frozenset[Node]] = {}
@@ -84,10 +86,10 @@ class _Versions:
         """Return the version of a content: a new one if it is not the last one's."""
         with self._lock:
             known, version = self._last.get(node, (b"", 0))
-            if version and known == digest:
-                return version
-            self._last[node] = digest, version + 1
-            return version + 1
+            if not version or known != digest:
+                version = self._next()
+                self._last[node] = digest, version
+        return version
 
 
 _versions = _Versions()
@@ -99,8 +101,8 @@ _NEW_UNIT = (
 )
 
 
-class Contents:
-    """The contents of the globals and classes in one pickle, each seen once.
+class SentGlobals:
+    """The globals and classes that one pickle sends, each seen once.
 
     Args:
         home_of (HomeOf): finds the globals of functions.

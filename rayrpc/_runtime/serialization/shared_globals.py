@@ -39,7 +39,7 @@ from rayrpc._runtime.serialization.function_parts import (
     set_parts,
 )
 from rayrpc._runtime.serialization.global_versions import (
-    Contents,
+    SentGlobals,
     UnitFoundError,
     is_this_process,
     this_process,
@@ -58,7 +58,7 @@ _HOME = "__rayrpc_globals__"  # where received globals have their ``_View``
 class SharesGlobals:
     """Mixin for picklers of cloudpickle: functions share their globals where they are received."""
 
-    _contents: Contents | None = None
+    _globals: SentGlobals | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce functions and classes that go by value; called by ``pickle``.
@@ -66,22 +66,22 @@ class SharesGlobals:
         Source: ``pickle.Pickler.reducer_override``.
         """
         if isinstance(obj, types.FunctionType):
-            if obj in _MAKERS:
-                return NotImplemented  # by reference, as cloudpickle would find out
+            if obj in _MAKERS or _should_pickle_by_reference(obj):
+                return NotImplemented
             home = _home_of(obj)
-            if home is not None and not _should_pickle_by_reference(obj):
-                return _reduce_function(obj, home, self._see())
+            if home is not None:
+                return _reduce_function(obj, home, self._sent())
         cloud: Any = super()
         reduced = cloud.reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) == 6:
             # it is made, and its state set
-            return _reduce_class(obj, reduced, self._see())
+            return _reduce_class(obj, reduced, self._sent())
         return reduced
 
-    def _see(self) -> Contents:
-        if self._contents is None:
-            self._contents = Contents(_home_of, _own_value)
-        return self._contents
+    def _sent(self) -> SentGlobals:
+        if self._globals is None:
+            self._globals = SentGlobals(_home_of, _own_value)
+        return self._globals
 
 
 def dumps_by_value(make: Callable[[io.BytesIO], Any], obj: Any) -> bytes:
@@ -127,7 +127,7 @@ class _OwnGlobals:
 
 
 def _own_value(node: Node) -> tuple[Any, ...]:
-    own = _own_globals(node[:2])
+    own = _own_values(node[:2])
     return (own[node[2]],) if own is not None and node[2] in own else ()
 
 
@@ -149,11 +149,11 @@ class _Use(NamedTuple):
     is_dynamic: bool
 
 
-def _reduce_function(func: types.FunctionType, home: Home, contents: Contents) -> Any:
+def _reduce_function(func: types.FunctionType, home: Home, sent: SentGlobals) -> Any:
     names = names_of(func.__code__)
     found = home.find(names.used)
     if not found.versions:
-        found = contents.take(home.key, found.values)
+        found = sent.take(home.key, found.values)
     builtin = found.values.keys() | names.builtin
     unknown = tuple(name for name in names.used if name not in builtin)
     # a ``_Use``
@@ -163,11 +163,11 @@ def _reduce_function(func: types.FunctionType, home: Home, contents: Contents) -
     return _make_function, (use, base, func.__code__), state, None, None, _set_function
 
 
-def _reduce_class(cls: type, reduced: Any, contents: Contents) -> Any:
+def _reduce_class(cls: type, reduced: Any, sent: SentGlobals) -> Any:
     make, args, state, _, _, set_state = reduced
     known = _classes.get(cls)
     if known is None or is_this_process(known.origin):
-        version = contents.version_of_class(cls, state)
+        version = sent.version_of_class(cls, state)
         known = _classes[cls] = _ClassVersion(this_process(), version)
     return make, args, (tuple(known), state, set_state), None, None, _set_class
 
@@ -193,7 +193,7 @@ _setting_classes = threading.RLock()
 
 def _make_function(use: Any, base: dict[str, Any], code: types.CodeType) -> Any:
     use = _Use(*use)
-    found = _own_globals(use.key)
+    found = _own_values(use.key)
     if found is None:
         found = _received(use.key, base).choose(use, base, code)
     return make_function(code, found)
@@ -210,7 +210,7 @@ def _set_function(func: types.FunctionType, state: Any) -> None:
 _MAKERS: frozenset[Any] = frozenset({_make_function, _set_function})
 
 
-def _own_globals(key: Key) -> dict[str, Any] | None:
+def _own_values(key: Key) -> dict[str, Any] | None:
     process, name = key
     module = sys.modules.get(name) if process == this_process() else None
     return None if module is None else module.__dict__
@@ -236,7 +236,7 @@ class _ReceivedGlobals:
 
     def __init__(self, key: Key, base: Mapping[str, Any]) -> None:
         self.key = key
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may come between, and decode a function
         self._set: dict[str, Any] = dict(base)
         #: of the names in the set, from when a function that has them is decoded
         self._versions: dict[str, int] = {}
@@ -354,15 +354,11 @@ class _Overlay(dict[str, Any]):
 
 
 _all: dict[Key, _ReceivedGlobals] = {}
-_adding = threading.Lock()
 
 
 def _received(key: Key, base: Mapping[str, Any]) -> _ReceivedGlobals:
-    with _adding:
-        found = _all.get(key)
-        if found is None:
-            found = _all[key] = _ReceivedGlobals(key, base)
-    return found
+    found = _all.get(key)
+    return _all.setdefault(key, _ReceivedGlobals(key, base)) if found is None else found
 
 
 def forget(process: str) -> None:
@@ -370,6 +366,6 @@ def forget(process: str) -> None:
 
     Functions that are still here keep theirs.
     """
-    with _adding:
-        dropped = [_all.pop(key) for key in list(_all) if key[0] == process]
-    dropped.clear()  # not under the lock: finalizers may run users' code
+    for key in list(_all):
+        if key[0] == process:
+            _all.pop(key, None)

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_peer import Peer
+from decoding_peer import Peer, make_codec
 
 from rayrpc._runtime.serialization import global_versions, shared_globals
-from rayrpc._runtime.serialization.codec import Codec
-from rayrpc._runtime.serialization.sessions import NoRRefs
 from rayrpc.errors import SerializationError
 
 pytestmark = pytest.mark.process
@@ -139,13 +137,9 @@ def set_by_name(value):
 """
 
 
-def make_codec():
-    return Codec(NoRRefs("no RRefs here"))
-
-
 @pytest.fixture(scope="module")
 def peers():
-    processes = [Peer(make_codec()) for _ in range(2)]
+    processes = [Peer() for _ in range(2)]
     yield processes
     for process in processes:
         process.end()
@@ -501,3 +495,46 @@ def test_threads_that_send_and_receive_while_the_program_changes(program, monkey
         thread.join(60)
     assert not failures and done == set(range(4))
     assert call(program.both) == (program.step, program.step)
+
+
+class Interrupted(dict):
+    """A dict that is as if the first look at it began a collection, with a finalizer.
+
+    Args:
+        *args: as for a dict.
+        finalize: what the finalizer does.
+    """
+
+    def __init__(self, *args, finalize):
+        super().__init__(*args)
+        self.finalize = finalize
+
+    def get(self, *args):
+        found = super().get(*args)
+        finalize, self.finalize = self.finalize, lambda: None
+        finalize()
+        return found
+
+
+def test_a_finalizer_may_send_functions_while_its_thread_does(program, monkeypatch):
+    codec = make_codec()
+    sent = []
+    last = Interrupted(finalize=lambda: sent.append(codec.encode(program.see, 1, False)))
+    monkeypatch.setattr(global_versions._versions, "_last", last)
+    codec.encode(program.count, 1, False)
+    assert len(sent) == 1
+
+
+def test_a_finalizer_may_receive_functions_while_its_thread_does(program, monkeypatch):
+    codec = make_codec()
+    data = codec.encode(program.add, 1, False).data
+    key = global_versions.this_process(), "__main__"
+    be_another_process(monkeypatch)
+    add = codec.decode(data, (), ())
+    received = shared_globals._all[key]
+    results = []
+    received._newest = Interrupted(
+        received._newest, finalize=lambda: results.append(codec.decode(data, (), ())(1))
+    )
+    results.append(codec.decode(data, (), ())(2))
+    assert results == [1, 2] and add.__globals__["log"] == [1, 2]
