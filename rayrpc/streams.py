@@ -128,7 +128,7 @@ class Stream(Generic[T]):
         self._begun = Event()  # it has
         # the iterator lives as long as this RRef; None: the stream has ended
         opening = Invocation(open_iterator, tuple(invocation))
-        self._rref: Any = agent.caller.remote(self._to, opening, self._timeout)
+        self._rref: Any = agent.caller.remote(self._to, opening, None)  # waits have the timeout
         self._id: GloballyUniqueId = self._rref._rref_id
         if self._rref.is_owner():
             agent.callee.streams.add_own(self._id, self._rref)

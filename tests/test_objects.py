@@ -82,6 +82,11 @@ def put(value):
     return {"ref": ray.put(value)}
 
 
+def arange_later(number):
+    targets.wait_until_kept("arange_later")
+    return torch.arange(number)
+
+
 def raise_with(ref):
     raise LookupError(ref)
 
@@ -172,10 +177,10 @@ class TestReferencesOfRRefs:
     def test_a_value_that_is_there_or_that_comes_later(self, workers, owner):
         rref = rpc.remote(owner, torch.ones, args=(3,))
         assert ray.get(rref.object_ref(), timeout=WAIT).tolist() == [1, 1, 1]
-        start = time.monotonic()
-        ref = rpc.remote(owner, targets.nap, args=(0.5, torch.arange(3))).object_ref()
-        assert time.monotonic() - start < 0.5
+        ref = rpc.remote(owner, arange_later, args=(3,)).object_ref()  # does not wait for it
+        rpc.rpc_sync(owner, targets.keep, args=("arange_later", True))
         assert ray.get(double.remote(ref), timeout=WAIT).tolist() == [0, 2, 4]
+        rpc.rpc_sync(owner, targets.drop, args=("arange_later",))
 
     @pytest.mark.parametrize("owner", ["alice", "driver"])
     def test_an_error_of_the_creating_call_is_raised(self, workers, owner):

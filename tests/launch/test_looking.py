@@ -13,6 +13,7 @@ from launching import runner
 
 import rayrpc as rpc
 from rayrpc import config
+from rayrpc._observe.group_status import GroupStatus
 from rayrpc.launch.looking import look
 
 CIRCLE = """
@@ -195,17 +196,23 @@ def test_other_local_clusters_are_named(start, script, rayrpc_command):
 def test_a_stopped_worker_is_named(workers):
     pid = next(worker["pid"] for worker in rpc.status().workers if worker["name"] == "bob")
     os.kill(pid, signal.SIGSTOP)
-    try:
+    found: list[GroupStatus] = []
+
+    def looked():
         groups = look(config.settings(), True, seconds=0.5)
-        inside = rpc.status(timeout=0.5)
+        (outside,) = (group for group in groups if "driver" in str(group))
+        found[:] = rpc.status(timeout=0.5), outside
+        return all(len(each.silent) == 1 for each in found)  # alice may be late, too
+
+    try:
+        assert eventually(looked)
     finally:
         os.kill(pid, signal.SIGCONT)
-    (outside,) = (group for group in groups if "driver" in str(group))
-    for found in inside, outside:
-        (silent,) = found.silent
+    for status in found:
+        (silent,) = status.silent
         assert silent.name == "bob" and silent.pid == pid and "does not answer" in silent.why
-        assert f"bob (node {silent.node}, pid {pid}) does not answer" in found.text()
-        assert [worker["name"] for worker in found.workers] == ["driver", "alice"]
+        assert f"bob (node {silent.node}, pid {pid}) does not answer" in status.text()
+        assert [worker["name"] for worker in status.workers] == ["driver", "alice"]
     assert eventually(lambda: not rpc.status().silent)
 
 

@@ -72,7 +72,7 @@ def test_only_the_type_is_missing_where_one_worker_is_silent(group, silent):
     worker = b if silent == "owner" else c
     worker.agent.callee.inspect = hangs
     try:
-        (entry,) = observe.rrefs(timeout=0.5)
+        (entry,) = observe.rrefs(timeout=2.0)
     finally:
         go.set()
     # both the owner and each holder know who holds it
