@@ -15,7 +15,7 @@ from rayrpc._autograd.leader import run_backward
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.membership import GUEST, Change
+from rayrpc._protocol.membership import Change
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Args, Kwargs, To
@@ -76,7 +76,7 @@ class Group:
         return [
             WorkerInfo(member.name, member.id)
             for member in self._agent.members()
-            if fnmatch.fnmatchcase(member.name, pattern) and not member.extra.get(GUEST)
+            if fnmatch.fnmatchcase(member.name, pattern) and not member.is_guest
         ]
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
@@ -294,7 +294,7 @@ class Group:
     ) -> Callable[[], None]:
         def on_change(change: Change) -> None:
             member = change.member
-            if not member.extra.get(GUEST):
+            if not member.is_guest:
                 observer(WorkerInfo(member.name, member.id), change.cause)
 
         kinds = ("joined",) if joins else ("left", "died")
@@ -317,8 +317,8 @@ class Group:
             return
         try:
             if graceful and not agent.has_left:
-                static = agent.is_static_group
-                wait = functools.partial(agent.join, True) if static else agent.drain
+                joins = agent.is_static_group and not agent.member.is_guest
+                wait = functools.partial(agent.join, True) if joins else agent.drain
                 wait(timeout=timeout)
                 agent.rrefs.delete_all(DELETE_SECONDS)
                 wait(timeout=timeout)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rayrpc import config
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.rendezvous import owned_key
+from rayrpc._protocol.rendezvous import key_of, owned_key
 from rayrpc._runtime import current
 from rayrpc._transports import has_workers
 from rayrpc._transports.process_origin import this_origin
@@ -68,11 +68,12 @@ def init_group(
 def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None = None) -> Group:
     """Call the workers of a group, from a process that is not to be one of them.
 
-    The group's members come and go, and another program may have made it, on any host of the
-    cluster.  ``workers`` and ``rpc_all`` leave this process out.
+    Another program may have made the group, on any host of the cluster, of fixed size or not.
+    ``workers`` and ``rpc_all`` leave this process out, and the group's shutdown does not wait for
+    it, but for its calls.
 
     Args:
-        group (str): its name.
+        group (str): its name, or the address that it is formed with, as ``"localhost:29500"``.
         rpc_backend_options (TensorPipeRpcBackendOptions, optional): see ``init_group``.
 
     Returns:
@@ -80,8 +81,8 @@ def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None 
 
     Raises:
         TypeError: ``group`` is no text.
-        RuntimeError: there is no such group on the cluster, or it is of fixed size, or this process
-            is in it.
+        RuntimeError: there is no such group on the cluster, or several have that name or address,
+            or this process is in it.
 
     Example:
         >>> keepers = rpc.connect("keepers")
@@ -93,6 +94,7 @@ def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None 
     """
     if not isinstance(group, str):
         raise ArgumentTypeError(f"group must be a str, got {group!r}")
+    group = key_of(group)
     known = current.find(group) is not None  # that is an error, too
     if not known and not has_workers(config.settings(), owned_key(group, this_origin())):
         raise GroupError(

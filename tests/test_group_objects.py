@@ -14,7 +14,7 @@ import torch
 from conftest import eventually
 
 import rayrpc as rpc
-from rayrpc import autograd, errors
+from rayrpc import autograd, config, errors
 
 WAIT = 60.0
 GROUP = f"keepers-{os.getpid()}"
@@ -282,6 +282,35 @@ class TestConnect:
         with pytest.raises(errors.GroupError, match="no group 'nobody' with workers"):
             rpc.connect("nobody")
 
+    @pytest.mark.parametrize("way", ["the direct transport", "Ray's calls"])
+    def test_a_group_of_fixed_size(self, ray_cluster, way, monkeypatch):
+        name = f"{GROUP}-fixed-{way.split()[-1]}"
+        transport = "auto" if way == "the direct transport" else "ray"
+        tasks = [stay.remote(name, rank, transport) for rank in range(2)]
+        monkeypatch.setattr(config, "_current", rpc.settings().replace(transport=transport))
+        made = connected(name)
+        try:
+            there = made.rref(torch.ones(2))
+            total = made.rpc_sync("rank0", on_to, args=(name, "rank1", there), timeout=WAIT)
+            assert total == 2.0 and [info.id for info in made.workers()] == [0, 1]
+            del there
+            made.rpc_sync("rank0", end)
+            assert ray.get(tasks, timeout=WAIT) == [["rank0", "rank1"]] * 2
+            with pytest.raises(errors.WorkerDiedError, match="left the group"):
+                made.rpc_sync("rank1", max, args=(1, 2))
+        finally:
+            made.shutdown()
+
+    def test_none_can_be_started_into_a_group_of_fixed_size(self, ray_cluster):
+        name = f"{GROUP}-whole"
+        tasks = [stay.remote(name, rank, "auto") for rank in range(2)]
+        made = connected(name)
+        with pytest.raises(errors.GroupError, match="only be started into a dynamic group"):
+            made.start_workers(["more"])
+        made.rpc_sync("rank0", end)
+        made.shutdown()
+        assert ray.get(tasks, timeout=WAIT) == [["rank0", "rank1"]] * 2
+
     def test_a_member_need_not_connect(self, keepers):
         with pytest.raises(errors.GroupError, match="get_group"):
             rpc.connect(GROUP)
@@ -314,3 +343,44 @@ def _guests() -> Any:
 
 
 ask_as_guest, use_as_guest = _guests()
+
+
+def connected(name):
+    """Connect to a group once its workers are there."""
+    made = []
+
+    def is_there():
+        try:
+            made.append(rpc.connect(name))
+        except errors.GroupError as exc:
+            assert "with workers" in str(exc)
+        return made
+
+    assert eventually(is_there)
+    return made[0]
+
+
+def _in_a_group_of_fixed_size() -> Any:
+    """Return a task that takes part in one until it is told to end, and what it is called for."""
+
+    @ray.remote(num_cpus=0)
+    def stay(group, rank, transport):
+        rpc.configure(transport=transport)
+        made = rpc.init_group(group, f"rank{rank}", rank=rank, world_size=2)
+        if rank == 0:
+            rpc._ended = threading.Event()
+            rpc._ended.wait(WAIT)
+        names = [info.name for info in made.workers()]
+        made.shutdown(timeout=WAIT)  # rank 1 serves in it
+        return names
+
+    def on_to(group, to, rref):
+        return rpc.get_group(group).rpc_sync(to, lambda rref: rref.to_here().sum().item(), (rref,))
+
+    def end():
+        rpc._ended.set()
+
+    return stay, on_to, end
+
+
+stay, on_to, end = _in_a_group_of_fixed_size()

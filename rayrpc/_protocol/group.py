@@ -16,6 +16,8 @@ Joins of one run always meet.  Joins of two runs meet as follows:
                                 still be starting the missing ranks
     a rank that starts ranks    the same, after longer, if with them it suffices
     dynamic                     by hand, or by a name; never by an address in a started process
+    a guest                     joins the session that has workers: of its run, else by hand or by
+                                a name, else any; refused if it could mean several
 
 A join is refused if its name or rank is taken by, or if it asks for another kind of group or
 another ``world_size`` than, a join that it belongs to: one of its run, or by hand as itself.
@@ -84,7 +86,7 @@ class Group:
         """Add a session that its members know."""
         self.sessions.append(session)
         self._count = max(self._count, session.number + 1)
-        for member in session.members.values():
+        for member in session.deciding:
             self._note(member)
 
     # -- events -------------------------------------------------------------------------------
@@ -92,6 +94,8 @@ class Group:
     def join(self, request: Member) -> list[Decision]:
         """Decide on a join, and on the pending joins that it completes."""
         self._forget()
+        if request.is_guest and (sessions := self._open_to_guest(request)):
+            return [self._join_as_guest(request, sessions)]
         reason = self._refusal(request)
         if reason:
             return [Refused(request.token, reason)]
@@ -192,7 +196,8 @@ class Group:
         self.sessions = [s for s in self.sessions if not s.is_over]
         if not self.is_empty:
             self._has_lost = False
-            scopes = {scope for m in self.everyone() for scope in _scopes(m)}
+            deciding = [m for s in self.sessions for m in s.deciding]
+            scopes = {scope for m in (*deciding, *self.pending) for scope in _scopes(m)}
             self._kinds = {scope: kind for scope, kind in self._kinds.items() if scope in scopes}
             self._sufficient &= scopes
 
@@ -204,7 +209,7 @@ class Group:
         if not is_static:
             return ""
         for session in self.sessions:
-            members = list(session.members.values())
+            members = list(session.workers)
             if session.state is SessionState.COMPLETE and any(_belong(m, request) for m in members):
                 names = ", ".join(sorted(m.name for m in members))
                 return (
@@ -237,7 +242,7 @@ class Group:
         found = [s for s in self.sessions if s.state is SessionState.OPEN]
         for meets in (_same_run, _meet_by_key):
             for session in found:
-                if any(meets(m, request) for m in session.members.values()):
+                if any(meets(m, request) for m in session.deciding):
                     return session.join(request)
         users = self.other_users(request)
         admitted = self._new_session().join(request)
@@ -249,6 +254,27 @@ class Group:
             )
             return admitted._replace(snapshot=admitted.snapshot._replace(note=note))
         return admitted
+
+    def _open_to_guest(self, guest: Member) -> list[Session]:
+        """Return the sessions with workers that a guest may mean."""
+        found = [session for session in self.sessions if session.workers]
+        for meets in (_same_run, _meet_by_key):
+            met = [s for s in found if any(meets(m, guest) for m in s.workers)]
+            if met:
+                found = met
+                break
+        return [s for s in found if s.state is not SessionState.BROKEN] or found
+
+    def _join_as_guest(self, guest: Member, sessions: Sequence[Session]) -> Decision:
+        if len(sessions) == 1:
+            return sessions[0].join(guest)
+        users = self._used_by([member for session in sessions for member in session.workers])
+        reason = (
+            f"{len(sessions)} groups have the key {self.key!r}, and a guest cannot tell which it "
+            f"is to join. {users} Give each a name of its own: the setting group, or "
+            "init_method='ray://NAME'."
+        )
+        return Refused(guest.token, reason)
 
     def _new_session(self, members: Sequence[Member] = ()) -> Session:
         session = Session(self._count, members)

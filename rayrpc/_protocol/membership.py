@@ -7,11 +7,15 @@ A session is static (``world_size`` members) or dynamic (members join and leave 
 
 It ends when it has no members.  Who is in it is decided by ``group``.  Members ask for the changes
 after the version that they know.
+
+Guests are members that only call the others, in a session of either kind.  They come and go: no
+barrier waits for them, and a static session is whole without them.  There, they have ids from
+``world_size`` on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -75,6 +79,16 @@ class Member:
     extra: dict[str, Any] = field(default_factory=dict)
     origin: Origin = field(default_factory=Origin)
     named: bool = False
+
+    @property
+    def is_guest(self) -> bool:
+        """Tell whether it only calls the others."""
+        return GUEST in self.extra
+
+    @property
+    def is_restarted(self) -> bool:
+        """Tell whether it is started again if it dies."""
+        return bool(self.extra.get(RESTARTS))
 
 
 class Change(NamedTuple):
@@ -145,6 +159,7 @@ class Session:
         self.number = number
         self.state = SessionState.COMPLETE if members else SessionState.OPEN
         self.members = {member.token: member for member in members}
+        self._guests: set[str] = set()  # their tokens
         self.changes: list[Change] = []
         #: of a session that was restored: its version then, before ``changes``
         self.restored_version = 0
@@ -165,9 +180,10 @@ class Session:
         session.restored_version = version
         for member in members:
             session._put(member)
-        size = members[0].world_size
+        workers = session.workers
+        size = next((member.world_size for member in workers), None)
         if size is not None:
-            is_whole = len(members) == size
+            is_whole = len(workers) == size
             session.state = SessionState.COMPLETE if is_whole else SessionState.BROKEN
         return session
 
@@ -189,6 +205,8 @@ class Session:
         for rank, count in epochs.items():
             self._epochs[rank] = max(self._epochs.get(rank, 0), count)
 
+        if member.is_guest:
+            self._guests.add(member.token)
     @property
     def is_static(self) -> bool:
         """Tell whether it was formed with a ``world_size``."""
@@ -202,10 +220,22 @@ class Session:
     @property
     def is_over(self) -> bool:
         """Tell whether the session has no members."""
+    @property
+    def workers(self) -> Collection[Member]:
+        """The members that are no guests."""
+        if not self._guests:
+            return self.members.values()
+        return [member for token, member in self.members.items() if token not in self._guests]
+
+    @property
+    def deciding(self) -> Collection[Member]:
+        """The members by which joins find the session: workers; of an open one else its guests."""
+        return self.workers or (() if self.is_static else self.members.values())
+
         return not self.members
 
     def join(self, request: Member) -> Decision:
-        """Decide on a join to a dynamic session."""
+        """Decide on a join to a dynamic session, or of a guest to any."""
         ids = {m.id: m for m in self.members.values()}
         for other in self.members.values():
             if other.name == request.name:
@@ -214,7 +244,8 @@ class Session:
         if rank < 0:
             before = self._restarting.get(request.name)
             first = () if before is None else (before.member.id,)
-            rank = next(i for i in (*first, *range(len(ids) + 1)) if i not in ids)
+            ranks = self._ids_of_ranks()
+            rank = next(i for i in (*first, *range(ranks, ranks + len(ids) + 1)) if i not in ids)
         elif rank in ids:
             return Refused(request.token, rank_taken(request, ids[rank]))
         return self._admit(replace(request, id=rank, epoch=self._epochs.get(rank, 0)))
@@ -227,6 +258,10 @@ class Session:
     def snapshot(self, me: Member) -> Snapshot:
         """Return the state, for a member that is admitted."""
         members, restarting = list(self.members.values()), list(self._restarting.values())
+    def _ids_of_ranks(self) -> int:
+        """Return how many ids are left for ranks, whether these are members or not."""
+        return max((member.world_size or 0 for member in self.members.values()), default=0)
+
         return Snapshot(self.number, me, members, self.version, restarting=restarting)
 
     def remove(self, token: str, kind: str, cause: str = "") -> bool:
@@ -247,7 +282,9 @@ class Session:
         self.changes.append(change)
         if kind == "died" and member.extra.get(RESTARTS):
             self._restarting[member.name] = change
-        if self.is_static:
+        if member.is_guest:
+            self._guests.discard(token)
+        elif self.is_static:
             self.state = SessionState.BROKEN
         return True
 
@@ -260,16 +297,19 @@ class Session:
         self._reports.setdefault(tag, {})[token] = payload
 
     def reached(self, tag: str) -> dict[str, Any] | None:
-        """Return the payloads at barrier ``tag`` by name; None until all members reached it."""
+        """Return the payloads at barrier ``tag`` by name; None until all workers reached it."""
         reports = self._reports.get(tag, {})
-        if len(reports) < len(self.members) or not self.members.keys() <= reports.keys():
+        if len(reports) < len(self.members) - len(self._guests):
             return None
-        return {m.name: reports[m.token] for m in self.members.values()}
+        workers = self.workers
+        if any(member.token not in reports for member in workers):
+            return None
+        return {m.name: reports[m.token] for m in workers}
 
     def absent(self, tag: str) -> list[str]:
-        """Return the names of the members that have not reached the barrier ``tag``."""
+        """Return the names of the workers that have not reached the barrier ``tag``."""
         reports = self._reports.get(tag, {})
-        return sorted(m.name for m in self.members.values() if m.token not in reports)
+        return sorted(m.name for m in self.workers if m.token not in reports)
 
 
 def not_unique(one: Member, other: Member) -> str:

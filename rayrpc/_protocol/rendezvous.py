@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlparse
 
 from rayrpc._protocol.origin import Origin
 
-__all__ = ["Place", "find_place", "is_name", "owned_key"]
+__all__ = ["Place", "find_place", "is_name", "key_of", "owned_key"]
 
 MAX_PORT = 65535
 _LOOPBACK = "localhost"
@@ -83,7 +83,7 @@ def find_place(
             raise _error("file:// rendezvous: path missing")
         key = f"file:{path}"
     elif scheme == "ray":
-        key = url.netloc + url.path
+        key = key_of(url.netloc + url.path)
         if not key:
             raise _error("ray:// rendezvous: name of the group missing")
     else:
@@ -137,6 +137,14 @@ def _is_loopback(host: str) -> bool:
         return host == _LOOPBACK
     # a connection to 0.0.0.0 stays on its host
     return address.is_loopback or address.is_unspecified
+
+
+def key_of(group: str) -> str:
+    """Return the key of a group that is given by its name, or by the address that forms it."""
+    if is_name(group):
+        return group
+    host, _, port = group.rpartition(":")
+    return _address(host, int(port))
 
 
 def is_name(key: str) -> bool:

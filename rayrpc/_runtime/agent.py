@@ -233,8 +233,8 @@ class Agent:
         return WorkerInfo(member.name, member.id)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Return the WorkerInfo of all members, by id."""
-        return [WorkerInfo(member.name, member.id) for member in self.members()]
+        """Return the WorkerInfo of all members that are no guests, by id."""
+        return [WorkerInfo(each.name, each.id) for each in self.members() if not each.is_guest]
 
     def info_of(self, worker_id: int) -> WorkerInfo:
         """Return the WorkerInfo for an id."""

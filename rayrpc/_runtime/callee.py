@@ -66,7 +66,8 @@ class Callee:
         self._lock = threading.Lock()
         self._calls: dict[ServedCall, None] = {}  # users' calls, until they are replied to
         self._fetches: dict[ServedCall, None] = {}  # those that wait for their values
-        self.served = 0
+        self._guests = worker.members.guests
+        self.served = 0  # for members that are no guests
         #: answers INSPECT frames, given their data
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
@@ -133,7 +134,8 @@ class Callee:
         entry = ServedCall(frame.src, frame.call_id, frame.rref_id, self._worker.hooks)
         with self._lock:
             self._calls[entry] = None
-            self.served += 1
+            if frame.src not in self._guests:
+                self.served += 1
         early = self._cancelling.early
         if early and (frame.src, frame.call_id) in early:
             entry.is_cancelled = True

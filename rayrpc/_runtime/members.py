@@ -51,6 +51,11 @@ class Members:
         on_left: Callable[[Member], None],
     ) -> None:
         self.me = me
+        members = list(members)
+        #: whether the group was made with a ``world_size``; guests come to it all the same
+        self.is_static = any(member.world_size is not None for member in members)
+        #: ids of the guests
+        self.guests = {member.id for member in members if member.is_guest}
         self._fetch = fetch
         self._on_joined = on_joined
         self._on_left = on_left
@@ -66,11 +71,6 @@ class Members:
         self._replaced: dict[str, Member] = {}  # the one before that has the name now
         #: tokens of members that have died, and in whose places others are started
         self.restarting: set[str] = set()
-
-    @property
-    def is_static(self) -> bool:
-        """Tell whether the group was made with a ``world_size``."""
-        return self.me.world_size is not None
 
     def all(self) -> list[Member]:
         """Return all members, by id."""
@@ -120,15 +120,20 @@ class Members:
         for member in list(self._former.values()):
             if matches(member) and member.name not in self._by_name:
                 return member
-        if not self.is_static:
+        if not self.is_static or self._may_be_guest(to):
             release_reader()
             for member in self._fetch():
                 if matches(member):
                     self.add(member)
                     return member
-        names = ", ".join(sorted(self._by_name))
+        names = ", ".join(sorted(m.name for m in self._by_name.values() if not m.is_guest))
         wanted = to.name if isinstance(to, WorkerInfo) else to
         raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
+
+    def _may_be_guest(self, to: str | int | WorkerInfo) -> bool:
+        """Tell whether a destination is an id that no rank of a static group has."""
+        worker_id = to.id if isinstance(to, WorkerInfo) else to
+        return isinstance(worker_id, int) and worker_id >= (self.me.world_size or 0)
 
     def death_of(self, member: Member) -> WorkerDiedError | None:
         """Return why a member is gone, if it is, in an error that may be raised; see ``fresh``."""
@@ -190,6 +195,7 @@ class Members:
             self._on_joined(member, holder)
             self._by_id[member.id] = member
             self._by_name[member.name] = member
+            (self.guests.add if member.is_guest else self.guests.discard)(member.id)
             former = self._former.pop(member.name, None)
             if former is not None:
                 self._replaced[member.name] = former

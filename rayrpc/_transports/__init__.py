@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayrpc._concurrency.outcome import Outcome
-from rayrpc._protocol.membership import GUEST
 from rayrpc._protocol.messages import Payload
 from rayrpc._protocol.metrics import Sink
 from rayrpc._protocol.transport import Directory, Transport
@@ -134,7 +133,7 @@ def has_workers(settings: Settings, key: str) -> bool:
     described = describe(key, settings.namespace)
     if described is None:
         return False
-    return any(not each.extra.get(GUEST) for members in described.sessions for each in members)
+    return any(not each.is_guest for members in described.sessions for each in members)
 
 
 def watch_actor(on_exit: Callable[[], None]) -> Callable[[], None]:

@@ -246,3 +246,93 @@ class TestDynamic:
         note = join(group, by_hand("h", 1, None))["h1"].snapshot.note
         assert "program 'a.py'" in note and "ray://" in note
         assert not join(group, by_hand("i", 2, None))["i2"].snapshot.note
+
+
+def guest(run="guest", named=False, launched=False):
+    """Return the join of a guest, which is not of the group's program."""
+    origin = Origin(f"user-{run}", "host", "net", f"{run}.py", 7, run, launched)
+    extra = {membership.GUEST: True}
+    return Member(f"{run}-token", f"guest-{run}", -1, origin=origin, extra=extra, named=named)
+
+
+class TestGuests:
+    """They join a group that is there, and decide on no other join."""
+
+    @pytest.mark.parametrize("launched", [True, False], ids=["of a run", "by hand"])
+    def test_of_a_group_of_fixed_size(self, group, launched):
+        join(group, *(member("a", rank, 2, launched, ranks=2) for rank in range(2)))
+        snapshot = join(group, guest())["guest-token"].snapshot
+        assert snapshot.me.id == 2
+        assert [m.name for m in snapshot.members] == ["w0", "w1", "guest-guest"]
+        assert group.find("a0").state is membership.SessionState.COMPLETE
+
+    def test_never_have_the_id_of_a_rank(self, group):
+        join(group, *(member("a", rank, 3, ranks=3) for rank in range(3)))
+        group.remove("a1", "died")
+        ids = [join(group, guest(str(i)))[f"{i}-token"].snapshot.me.id for i in range(2)]
+        assert ids == [3, 4]
+        group.remove("0-token", "left")
+        assert join(group, guest("2"))["2-token"].snapshot.me == Member(
+            "2-token", "guest-2", 3, epoch=1, origin=guest("2").origin, extra=guest("2").extra
+        )
+
+    def test_leave_a_group_whole(self, group):
+        join(group, *(member("a", rank, 2, ranks=2) for rank in range(2)))
+        session = group.find("a0")
+        for kind in ("left", "died"):
+            join(group, guest())
+            assert group.remove("guest-token", kind)
+            assert session.state is membership.SessionState.COMPLETE
+        group.remove("a0", "left")
+        assert session.state is membership.SessionState.BROKEN
+
+    def test_are_not_waited_for(self, group):
+        join(group, *(member("a", rank, 2, ranks=2) for rank in range(2)), guest())
+        session = group.find("a0")
+        session.report("tag", "guest-token", "mine")
+        session.report("tag", "a0", 1)
+        assert session.reached("tag") is None and session.absent("tag") == ["w1"]
+        session.report("tag", "a1", 2)
+        assert session.reached("tag") == {"w0": 1, "w1": 2} and not session.absent("tag")
+
+    def test_alone_let_another_run_in(self, group):
+        join(group, *(by_hand("a", rank, 2) for rank in range(2)), guest())
+        for rank in range(2):
+            group.remove(f"a{rank}", "left")
+        again = join(group, by_hand("b", 0, None))  # even of the other kind
+        assert [len(tokens) for tokens in admitted(again)] == [1]
+
+    def test_alone_keep_a_dynamic_group(self, group):
+        join(group, guest(named=True), member("a", 1, None, named=True))
+        group.remove("a1", "left")
+        assert join(group, guest("2", named=True))["2-token"].snapshot.me.id == 1
+        snapshot = join(group, member("b", 2, None, named=True))["b2"].snapshot
+        assert [m.token for m in snapshot.members] == ["guest-token", "2-token", "b2"]
+        refused = join(group, by_hand("c", 0, 1))["c0"]
+        assert isinstance(refused, Refused) and "mixes" in refused.reason
+
+    def test_by_hand_do_not_bring_others_by_hand_into_the_group_of_a_run(self, group):
+        join(group, *(member("a", rank, None) for rank in range(2)))
+        assert len(join(group, guest())["guest-token"].snapshot.members) == 3
+        assert len(join(group, by_hand("b", 0, None))["b0"].snapshot.members) == 1
+
+    def test_of_the_run_itself_mean_its_group(self, group):
+        for run in "ab":
+            join(group, *(member(run, rank, 2, ranks=2) for rank in range(2)))
+        snapshot = join(group, guest("b", launched=True))["b-token"].snapshot
+        assert [m.token for m in snapshot.members] == ["b0", "b1", "b-token"]
+
+    def test_that_could_mean_several_groups_are_refused(self, group):
+        for run in "ab":
+            join(group, *(member(run, rank, 2, ranks=2) for rank in range(2)))
+        reason = join(group, guest())["guest-token"].reason
+        assert "2 groups have the key" in reason and "a.py" in reason and "b.py" in reason
+        group.remove("a0", "died")  # a1 goes on, but the other is whole
+        snapshot = join(group, guest())["guest-token"].snapshot
+        assert [m.token for m in snapshot.members] == ["b0", "b1", "guest-token"]
+
+    def test_of_a_broken_group_join_who_is_left(self, group):
+        join(group, *(member("a", rank, 2, ranks=2) for rank in range(2)))
+        group.remove("a0", "died")
+        snapshot = join(group, guest())["guest-token"].snapshot
+        assert [m.token for m in snapshot.members] == ["a1", "guest-token"]

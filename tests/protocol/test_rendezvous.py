@@ -22,6 +22,7 @@ ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
         ("file:///tmp/x", "file:/tmp/x"),
         ("ray://mine", "mine"),
         ("ray://localhost:80", "localhost:80"),
+        ("ray://127.0.0.1:80", "localhost:80"),
     ],
 )
 def test_a_method_names_a_key(method, key):
