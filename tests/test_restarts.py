@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import targets
 from conftest import eventually
+from directories import kill_directory, wait_for_restart
 
 import rayrpc as rpc
 from rayrpc import errors
@@ -147,16 +148,19 @@ def test_calls_that_race_with_restarts_end_and_are_of_one_epoch():
     assert {each for each in outcomes if isinstance(each, int)} == known
 
 
+@pytest.mark.parametrize("directory", ["lives", "is restarted"])
 @pytest.mark.usefixtures("driver")
-def test_a_worker_that_joins_meanwhile_waits_for_a_restart_too():
+def test_a_worker_that_joins_meanwhile_waits_for_a_restart_too(directory):
     group = rpc.start_workers(["ps"], max_restarts=1)
     goes_on = delayed_restarts(group)
     kill("ps")
+    assert eventually(lambda: not [i for i in rpc.get_group().workers() if i.name == "ps"])
+    if directory == "is restarted":
+        wait_for_restart(kill_directory())
     rpc.start_workers(["late"])
     waiting = rpc.rpc_async("late", targets.call_on, args=("ps", targets.whoami))
     time.sleep(0.3)
     assert not waiting.done()
-    assert not [info for info in rpc.get_group().workers() if info.name == "ps"]
     goes_on.set()
     assert waiting.wait() == "ps"
 

@@ -168,16 +168,24 @@ class Session:
         self._reports: dict[str, dict[str, Any]] = {}  # by barrier and token
 
     @classmethod
-    def restored(cls, number: int, members: Sequence[Member], version: int) -> Session:
+    def restored(
+        cls,
+        number: int,
+        members: Sequence[Member],
+        version: int,
+        restarting: Sequence[Change] = (),
+    ) -> Session:
         """Return a session as its members know it.
 
         Args:
             number: of the session.
             members: all of them.
             version: of the session.
+            restarting: deaths of members that are started again.
         """
         session = cls(number)
         session.restored_version = version
+        session._restarting = {change.member.name: change for change in restarting}
         for member in members:
             session._put(member)
         workers = session.workers
@@ -197,6 +205,8 @@ class Session:
 
     def _put(self, member: Member) -> None:
         self.members[member.token] = member
+        if member.is_guest:
+            self._guests.add(member.token)
         self._restarting.pop(member.name, None)
         self.note_epochs({member.id: member.epoch + 1})
 
@@ -205,21 +215,11 @@ class Session:
         for rank, count in epochs.items():
             self._epochs[rank] = max(self._epochs.get(rank, 0), count)
 
-        if member.is_guest:
-            self._guests.add(member.token)
     @property
     def is_static(self) -> bool:
         """Tell whether it was formed with a ``world_size``."""
         return self.state is not SessionState.OPEN
 
-    @property
-    def version(self) -> int:
-        """The number of changes so far."""
-        return self.restored_version + len(self.changes)
-
-    @property
-    def is_over(self) -> bool:
-        """Tell whether the session has no members."""
     @property
     def workers(self) -> Collection[Member]:
         """The members that are no guests."""
@@ -232,6 +232,14 @@ class Session:
         """The members by which joins find the session: workers; of an open one else its guests."""
         return self.workers or (() if self.is_static else self.members.values())
 
+    @property
+    def version(self) -> int:
+        """The number of changes so far."""
+        return self.restored_version + len(self.changes)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether the session has no members."""
         return not self.members
 
     def join(self, request: Member) -> Decision:
@@ -250,6 +258,10 @@ class Session:
             return Refused(request.token, rank_taken(request, ids[rank]))
         return self._admit(replace(request, id=rank, epoch=self._epochs.get(rank, 0)))
 
+    def _ids_of_ranks(self) -> int:
+        """Return how many ids are left for ranks, whether these are members or not."""
+        return max((member.world_size or 0 for member in self.members.values()), default=0)
+
     def _admit(self, member: Member) -> Decision:
         self._put(member)
         self.changes.append(Change(self.version + 1, "joined", member))
@@ -258,10 +270,6 @@ class Session:
     def snapshot(self, me: Member) -> Snapshot:
         """Return the state, for a member that is admitted."""
         members, restarting = list(self.members.values()), list(self._restarting.values())
-    def _ids_of_ranks(self) -> int:
-        """Return how many ids are left for ranks, whether these are members or not."""
-        return max((member.world_size or 0 for member in self.members.values()), default=0)
-
         return Snapshot(self.number, me, members, self.version, restarting=restarting)
 
     def remove(self, token: str, kind: str, cause: str = "") -> bool:
@@ -280,7 +288,7 @@ class Session:
             return False
         change = Change(self.version + 1, kind, member, cause)
         self.changes.append(change)
-        if kind == "died" and member.extra.get(RESTARTS):
+        if kind == "died" and member.is_restarted:
             self._restarting[member.name] = change
         if member.is_guest:
             self._guests.discard(token)

@@ -32,6 +32,7 @@ class Report:
         secret (bytes): of the group.
         epochs (dict): how often each id was used in the session, as far as it knows.
         synced (dict): what the last barriers returned, by tag.
+        restarting (Sequence[Change]): deaths of members that are started again.
     """
 
     member: Member
@@ -41,6 +42,7 @@ class Report:
     secret: bytes = b""
     epochs: dict[int, int] = field(default_factory=dict)
     synced: dict[str, dict[str, Any]] = field(default_factory=dict)
+    restarting: Sequence[Change] = ()
 
     @property
     def view(self) -> tuple[int, int]:
@@ -135,7 +137,7 @@ class Rebuild:
 
     def _session(self, report: Report) -> Session:
         members = self._views[report.view]
-        return Session.restored(report.session, members, report.version)
+        return Session.restored(report.session, members, report.version, report.restarting)
 
 
 def _take_known(session: Session, report: Report) -> None:

@@ -15,7 +15,7 @@ from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
-from rayrpc._protocol.membership import RESTARTS, Change, Member, Snapshot
+from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
 from rayrpc._runtime.callee import Callee
@@ -284,7 +284,7 @@ class Agent:
         member = change.member
         error = _death(change)
         has_died = change.kind == "died"
-        self._members.remove(member, error, has_died and bool(member.extra.get(RESTARTS)))
+        self._members.remove(member, error, has_died and member.is_restarted)
         self.observers.report(change._replace(cause=error.cause))
         if has_died:
             logger.info("%s", error)

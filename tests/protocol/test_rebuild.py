@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rayrpc._protocol.group import Group
-from rayrpc._protocol.membership import Admitted, Member, Refused, SessionState
+from rayrpc._protocol.membership import GUEST, RESTARTS, Admitted, Member, Refused, SessionState
 from rayrpc._protocol.rebuild import Rebuild, Report
 
 KEY = "key"
@@ -21,6 +21,7 @@ class Follower:
         self.members = {each.token: each for each in snapshot.members}
         self.epochs = {}
         self.synced = {}
+        self.restarting = {change.member.name: change for change in snapshot.restarting}
         self.secret = secret
         self._note(snapshot.members)
 
@@ -32,8 +33,11 @@ class Follower:
         for change in changes:
             if change.kind == "joined":
                 self.members[change.member.token] = change.member
+                self.restarting.pop(change.member.name, None)
                 self._note([change.member])
             else:
+                if change.kind == "died" and change.member.is_restarted:
+                    self.restarting[change.member.name] = change
                 del self.members[change.member.token]  # it must have been there
             self.version = change.version
 
@@ -49,6 +53,7 @@ class Follower:
             self.secret,
             self.epochs,
             self.synced,
+            list(self.restarting.values()),
         )
 
     def restore(self, rebuild):
@@ -65,8 +70,8 @@ class Follower:
         return answer is not None
 
 
-def dynamic(token, rank=-1):
-    return Member(token, f"name-{token}", rank)
+def dynamic(token, rank=-1, guest=False):
+    return Member(token, f"name-{token}", rank, extra={GUEST: True} if guest else {})
 
 
 def join(group, member):
@@ -125,6 +130,23 @@ def test_a_static_group_that_was_broken_does_not_block_the_next():
     _, group = rebuilt([followers[0]])
     assert group.sessions[0].state is SessionState.BROKEN
     assert group.join(Member("new", "w0", 0, world_size=3)) == []
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_guests_of_a_static_group_do_not_count(broken):
+    old, followers = static_group()
+    guest = join(old, Member("guest", "guest", -1, extra={GUEST: True}))
+    if broken:
+        old.remove("t1", "died")
+    for each in (*followers, guest):
+        if each.me.token in old.find("guest").members:
+            each.follow(old)
+    _, group = rebuilt([guest])
+    (session,) = group.sessions
+    assert session.state is (SessionState.BROKEN if broken else SessionState.COMPLETE)
+    assert group.remove("guest", "left") and session.is_static
+    (answer,) = group.join(Member("late", "late", -1, extra={GUEST: True}))
+    assert isinstance(answer, Admitted) and answer.snapshot.me.id == 3
 
 
 def test_members_that_do_not_report_are_members_until_they_are_removed():
@@ -188,6 +210,37 @@ def test_ids_that_were_used_before_the_restart_are_known():
     assert join(group, dynamic("c")).me.epoch == 1
 
 
+def restarted(token):
+    return Member(token, "restarted", -1, extra={RESTARTS: -1})
+
+
+def test_workers_that_are_started_again_are_known():
+    old = Group(KEY)
+    one, two = join(old, dynamic("a")), join(old, restarted("b"))
+    old.remove("b", "died", "it was killed")
+    one.follow(old)
+    _, group = rebuilt([one])
+    (change,) = join(group, dynamic("c", 5)).restarting.values()
+    assert (change.member, change.cause) == (two.me, "it was killed")
+    again = join(group, restarted("b2"))
+    assert (again.me.id, again.me.epoch) == (1, 1)
+    assert not join(group, dynamic("d")).restarting
+
+
+def test_one_that_was_started_again_before_the_restart_is_not_waited_for():
+    old = Group(KEY)
+    late, one = join(old, dynamic("a")), join(old, dynamic("b"))
+    join(old, restarted("c"))
+    old.remove("c", "died", "it was killed")
+    late.follow(old)
+    join(old, restarted("c2"))
+    old.remove("c2", "left")
+    one.follow(old)
+    assert late.restarting and not one.restarting
+    _, group = rebuilt([late, one])
+    assert not join(group, dynamic("d")).restarting
+
+
 def test_a_barrier_that_one_has_passed_is_passed_by_all():
     _, followers = static_group()
     followers[0].synced = {"join-0-0": {"w0": 1, "w1": 2, "w2": 3}}
@@ -216,13 +269,14 @@ def test_sessions_of_two_runs_stay_apart():
 def test_all_members_agree_after_any_history(seed):
     """Members join, leave, die and fall behind; some do not report, some report late."""
     some = random.Random(seed)
+    share = seed % 3 / 3  # of guests
     group = Group(KEY)
     alive: dict[str, Follower] = {}
     removed: dict[str, Follower] = {}  # by the directory, though they may not know
 
     def step(number):
         if not alive or some.random() < 0.5:
-            follower = join(group, dynamic(f"t{number}"))
+            follower = join(group, dynamic(f"t{number}", guest=some.random() < share))
             alive[follower.me.token] = follower
         elif some.random() < 0.5:
             token = some.choice(list(alive))

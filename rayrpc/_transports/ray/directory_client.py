@@ -86,6 +86,7 @@ class RayDirectory(Directory):
         self._members: dict[str, Member] = {}  # by token
         self._epochs: dict[int, int] = {}  # how often each id was used
         self._snapshot: Snapshot | None = None  # of the join
+        self._restarting: dict[str, Change] = {}  # deaths of members that are started again
         self._version = 0  # the last one that was applied
         self._synced: dict[str, dict[str, Any]] = {}  # what barriers returned, the last ones
         self._ports: dict[str, int] = {}  # of raylets, by host
@@ -148,7 +149,7 @@ class RayDirectory(Directory):
         self._token = member.token
         self._snapshot = answer
         self._version = answer.version
-        self._count([Change(0, "joined", each) for each in answer.members])
+        self._count([*answer.restarting, *(Change(0, "joined", each) for each in answer.members)])
         self._learn_ports()
         if answer.note:
             logger.warning("%s", answer.note)
@@ -304,6 +305,7 @@ class RayDirectory(Directory):
         return (report, list(self._members.values())) if with_members else (report,)
 
     def _ask_hosts(
+            list(self._restarting.values()),
         self, monitor: HostMonitor, silence: float, apply: Callable[[list[Change]], None]
     ) -> None:
         """Find out which hosts are silent; if the directory's is, report the members there."""
@@ -334,7 +336,7 @@ class RayDirectory(Directory):
             apply(changes)
 
     def _count(self, changes: list[Change]) -> None:
-        """Note who is a member, and which ids were used."""
+        """Note who is a member, who is started again, and which ids were used."""
         for change in changes:
             member = change.member
             if change.kind == "joined":
@@ -343,10 +345,13 @@ class RayDirectory(Directory):
                 self._epochs[member.id] = max(used, member.epoch + 1)
             else:
                 self._members.pop(member.token, None)
+                self._restarting.pop(member.name, None)
 
     def _learn_ports(self) -> None:
         """Have the ports of raylets at hand: of silent hosts Ray may not tell them."""
         with contextlib.suppress(RayError):
+                if change.kind == "died" and member.is_restarted:
+                    self._restarting[member.name] = change
             self._ports = {**self._ports, **raylets()}
 
     def _log_loss(self, cause: str) -> None:

@@ -12,36 +12,13 @@ import targets
 from conftest import eventually
 from launching import alive
 
+from directories import kill_directory, wait_for_restart
 import rayrpc as rpc
 from rayrpc import errors
 from rayrpc._protocol.membership import Member
 from rayrpc._transports.ray import directory_client, ray_api
 from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports, poll_seconds
 from rayrpc._transports.ray.directory_client import RayDirectory
-
-
-def pid_of_directory():
-    actor = rpc._get_current_rpc_agent()._directory._actor
-    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
-
-
-def kill_directory():
-    """Kill the directory's process; return its id."""
-    pid = pid_of_directory()
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
-def wait_for_restart(old):
-    """Wait until the directory runs in another process."""
-
-    def is_restarted():
-        try:
-            return pid_of_directory() != old
-        except ray.exceptions.RayActorError:
-            return False
-
-    assert eventually(is_restarted, 60)
 
 
 @pytest.fixture
