@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rayrpc._concurrency.notices import noticed
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event
 from rayrpc._runtime import current
@@ -143,7 +144,8 @@ def gather(
                     for name in sorted(living - {me}):
                         with contextlib.suppress(WorkerDiedError):
                             _ask(calls, name, args, rpc_timeout, states)
-                with agent.waits.noted(where, absent):
+                notice = noticed(lambda: f"{', '.join(absent())} in {where}")
+                with agent.waits.noted(where, absent), notice:
                     ready = agent.wait_until(
                         lambda: states.proceed_signal.is_set() or not absent(), patience
                     )
@@ -168,7 +170,8 @@ def gather(
             def settled(leader: str = leader) -> bool:
                 return states.proceed_signal.is_set() or leader not in _living(agent, names)
 
-            with agent.waits.noted(where, [leader].copy):
+            notice = noticed(f"{leader}, which waits for all, in {where}")
+            with agent.waits.noted(where, [leader].copy), notice:
                 is_settled = agent.wait_until(settled, patience)
             if not is_settled:
                 raise GroupError(

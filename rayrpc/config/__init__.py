@@ -229,7 +229,12 @@ class Settings:
         "`[a-z]`. `.git`, `.venv`, caches and the like never are.",
         _yaml,
     )
-    dashboard: bool = key(False, FLAG, "Whether a local cluster has a dashboard.", _flag_word)
+    dashboard: bool = key(
+        False,
+        FLAG,
+        "Whether a local cluster has a dashboard, by the extra `dashboard`.",
+        _flag_word,
+    )
     local_num_cpus: int | None = key(
         None, COUNT, "CPUs that a local cluster announces. None: this machine's.", int
     )

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from rayrpc._concurrency.notices import noticed
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc.config import Settings, WorkerResources
 from rayrpc.errors import PlacementError
@@ -188,7 +189,8 @@ def wait_placed(
         PlacementError: some did not start in time, for lack of free resources.
     """
     refs = {worker: actor.pid.remote() for worker, actor in actors.items()}
-    _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
+    with noticed(f"the processes of {', '.join(actors)}"):
+        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout)
     if late:
         worker = next(name for name, ref in refs.items() if ref in late)
         raise PlacementError(

@@ -1,13 +1,17 @@
 """Gatherings of workers of which some die, each with the state of a process of its own."""
 
 import importlib.util
+import io
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import eventually
 
 from rayrpc import api
+from rayrpc._concurrency import notices
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import all_gather
 from rayrpc._runtime.all_gather import Calls
@@ -127,6 +131,22 @@ def test_a_leader_that_dies_while_it_sends_all_objects_is_succeeded(group, has_a
     assert not any(thread.is_alive() for thread in threads.values())
     for name in ("b", "c"):
         assert group.workers[name].outcome == {"a": "a", "b": "b", "c": "c"}
+
+
+def test_on_a_terminal_a_line_tells_who_is_waited_for(group, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.1)
+    threads = [start(group.workers[name]) for name in "ab"]
+    lines = {
+        "rayrpc: waiting for c in shutdown",
+        "rayrpc: waiting for a, which waits for all, in shutdown",
+    }
+    assert eventually(lambda: set(terminal.getvalue().splitlines()) == lines)
+    for thread in (*threads, start(group.workers["c"])):
+        thread.join(WAIT)
+        assert not thread.is_alive()
 
 
 def test_what_an_earlier_group_gathered_is_forgotten(monkeypatch):

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.notices import noticed
 from rayrpc._transports.encryption import ray_uses_tls
 from rayrpc._transports.ray import auth_token, forked_children
 from rayrpc.config import Settings
@@ -111,7 +113,8 @@ def connect(settings: Settings, starts: bool = True) -> None:
         options["runtime_env"] = dict(settings.runtime_env)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**options)
+        with noticed(f"the Ray cluster at {address}"):
+            ray.init(**options)
         forked_children.set_sigterm(on_sigterm)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as exc:
         raise ClusterError(
@@ -216,7 +219,6 @@ def through_client() -> bool:
 
 def _join_local(settings: Settings, starts: bool) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
-    global _lease
     folder = own_folder()
     if starts and len(os.fsencode(folder)) > MAX_FOLDER_LENGTH:
         raise ClusterError(
@@ -224,8 +226,27 @@ def _join_local(settings: Settings, starts: bool) -> str:
             "below it; set RAY_TMPDIR to a folder with a shorter path"
         )
     auth_token.make_private()
+    if starts and settings.dashboard:
+        _check_dashboard()
     path = local_file(settings, ".sock")
     log = path.with_suffix(".log")
+    with noticed("the local Ray cluster to start; `rayrpc up` keeps one that runs"):
+        return _lease_of(path, log, starts, settings)
+
+
+def _check_dashboard() -> None:
+    try:
+        importlib.import_module("ray.dashboard.optional_deps")
+    except ImportError as exc:
+        raise ClusterError(
+            f"the setting `dashboard` needs Ray's dashboard, which is not installed ({exc}): "
+            "pip install 'rayrpc[dashboard]', or set it to false"
+        ) from None
+
+
+def _lease_of(path: Path, log: Path, starts: bool, settings: Settings) -> str:
+    """Take a lease of the local cluster with a socket; return its address."""
+    global _lease
     with locked(path.with_suffix(".lock")):
         lease = _open_lease(path) if starts else _open_any_lease(path)
         if lease is None and starts:

@@ -26,6 +26,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from rayrpc._concurrency.deadlines import Deadline
+from rayrpc._concurrency.notices import noticed
 from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.rebuild import Report
 from rayrpc._protocol.transport import Directory
@@ -85,8 +86,8 @@ class RayDirectory(Directory):
         self._is_gone = False  # it does not answer, and nothing can start it again
         self._members: dict[str, Member] = {}  # by token
         self._epochs: dict[int, int] = {}  # how often each id was used
-        self._snapshot: Snapshot | None = None  # of the join
         self._restarting: dict[str, Change] = {}  # deaths of members that are started again
+        self._snapshot: Snapshot | None = None  # of the join
         self._version = 0  # the last one that was applied
         self._synced: dict[str, dict[str, Any]] = {}  # what barriers returned, the last ones
         self._ports: dict[str, int] = {}  # of raylets, by host
@@ -134,11 +135,14 @@ class RayDirectory(Directory):
 
     def join(self, member: Member, timeout: float) -> Snapshot:
         self._worker = member.name
+        size = member.world_size
+        others = f", {size} workers: `rayrpc status` shows who is there" if size else ""
         try:
-            answer = self._call(
-                lambda actor: actor.join.remote(member, [actor.watched.remote(member.token)]),
-                timeout,
-            )
+            with noticed(f"RPC group {self._key!r}{others}"):
+                answer = self._call(
+                    lambda actor: actor.join.remote(member, [actor.watched.remote(member.token)]),
+                    timeout,
+                )
         except GetTimeoutError:
             raise self._incomplete(member, timeout) from None
         if isinstance(answer, str):
@@ -301,11 +305,11 @@ class RayDirectory(Directory):
             snapshot.secret,
             self._epochs,
             dict(self._synced),
+            list(self._restarting.values()),
         )
         return (report, list(self._members.values())) if with_members else (report,)
 
     def _ask_hosts(
-            list(self._restarting.values()),
         self, monitor: HostMonitor, silence: float, apply: Callable[[list[Change]], None]
     ) -> None:
         """Find out which hosts are silent; if the directory's is, report the members there."""
@@ -341,17 +345,17 @@ class RayDirectory(Directory):
             member = change.member
             if change.kind == "joined":
                 self._members[member.token] = member
+                self._restarting.pop(member.name, None)
                 used = self._epochs.get(member.id, 0)
                 self._epochs[member.id] = max(used, member.epoch + 1)
             else:
                 self._members.pop(member.token, None)
-                self._restarting.pop(member.name, None)
+                if change.kind == "died" and member.is_restarted:
+                    self._restarting[member.name] = change
 
     def _learn_ports(self) -> None:
         """Have the ports of raylets at hand: of silent hosts Ray may not tell them."""
         with contextlib.suppress(RayError):
-                if change.kind == "died" and member.is_restarted:
-                    self._restarting[member.name] = change
             self._ports = {**self._ports, **raylets()}
 
     def _log_loss(self, cause: str) -> None:

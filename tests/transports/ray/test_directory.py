@@ -1,7 +1,9 @@
 """The directory dies and is started again; what members do that it has declared lost."""
 
+import io
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +12,12 @@ import pytest
 import ray
 import targets
 from conftest import eventually
+from directories import kill_directory, wait_for_restart
 from launching import alive
 
-from directories import kill_directory, wait_for_restart
 import rayrpc as rpc
-from rayrpc import errors
+from rayrpc import config, errors
+from rayrpc._concurrency import notices
 from rayrpc._protocol.membership import Member
 from rayrpc._transports.ray import directory_client, ray_api
 from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports, poll_seconds
@@ -140,6 +143,20 @@ def test_a_graceful_shutdown_waits_for_all_members_across_a_restart(ray_cluster,
     ]
     assert [run.end(120) for run in runs] == [0, 0, 0], "\n".join(run.output for run in runs)
     assert all("has shut down" in run.output for run in runs)
+
+
+def test_who_waits_for_others_is_told_on_a_terminal(ray_cluster, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(notices, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(config, "_current", config.settings().replace(init_timeout=2.0))
+    options = rpc.TensorPipeRpcBackendOptions(init_method="tcp://localhost:29693")
+    with pytest.raises(errors.GroupError, match="rank 1 is missing"):
+        rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
+    text = terminal.getvalue()
+    assert text.startswith("rayrpc: waiting for RPC group ")
+    assert "localhost:29693', 2 workers: `rayrpc status` shows who is there\n" in text
 
 
 @pytest.mark.usefixtures("group")
