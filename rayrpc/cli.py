@@ -24,6 +24,7 @@ __all__ = ["main"]
 STACKS_SECONDS = 1.8  # after a Ctrl-C, for workers to write where they are
 RATE_SECONDS = 0.5  # in which `rayrpc status` counts calls
 NO_GROUP = "no group runs on the cluster"
+TORCHRUN = "torch.distributed.run"
 CLEAR = "\x1b[H\x1b[2J"  # a terminal's screen
 
 
@@ -37,11 +38,17 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run an unmodified script on Ray",
         usage="%(prog)s [-h] [--address ADDRESS] [--config FILE] [--set KEY=VALUE] "
-        "[--working-dir FOLDER] [--log-dir FOLDER] [--trace FILE] (SCRIPT | -m MODULE) ARGS ...",
+        "[--nproc-per-node N] [--working-dir FOLDER] [--log-dir FOLDER] [--trace FILE] "
+        "(SCRIPT | -m MODULE) ARGS ...",
         description="Run a script, a module or a Python command (torchrun) as python would, with "
         "rayrpc in the place of torch.distributed.rpc; ranks that it spawns become Ray actors.",
     )
     _add_settings(run)
+    run.add_argument(
+        "--nproc-per-node",
+        metavar="N",
+        help="run the program in so many processes, each with a RANK, by torchrun",
+    )
     run.add_argument(
         "--working-dir",
         metavar="FOLDER",
@@ -139,6 +146,11 @@ def _settings(options: argparse.Namespace) -> config.Settings:
     return config.load(options.config, **overrides)
 
 
+def _find_by_torchrun(processes: str, program: list[str]) -> tuple[str, list[str]]:
+    options = ["--standalone", f"--nproc-per-node={processes}"]
+    return TORCHRUN, [*options, *program]
+
+
 def _find_program(options: argparse.Namespace) -> tuple[str, list[str]]:
     """Return the path of the script, or the name of the module, and its arguments.
 
@@ -148,6 +160,8 @@ def _find_program(options: argparse.Namespace) -> tuple[str, list[str]]:
     if options.module is not None:
         if not options.module:
             raise ConfigError("-m: name a module")
+        if options.nproc_per_node is not None:
+            return _find_by_torchrun(options.nproc_per_node, ["-m", *options.module])
         name, *arguments = options.module
         sys.path[0] = os.getcwd()
         if importlib.util.find_spec(name.partition(".")[0]) is None:
@@ -155,6 +169,8 @@ def _find_program(options: argparse.Namespace) -> tuple[str, list[str]]:
         return name, arguments
     if options.script is None:
         raise ConfigError("name a script, or a module by -m")
+    if options.nproc_per_node is not None:
+        return _find_by_torchrun(options.nproc_per_node, [options.script, *options.args])
     if os.path.isfile(options.script):
         return options.script, options.args
     command = shutil.which(options.script)
@@ -251,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
-        (run_module_as_main if options.module else run_as_main)(name, arguments)
+        is_module = options.module or name == TORCHRUN
+        (run_module_as_main if is_module else run_as_main)(name, arguments)
     except SystemExit as exc:
         if exc.code is None or isinstance(exc.code, int):
             return exc.code or 0

@@ -30,13 +30,21 @@ rpc.shutdown()
 """
 
 
+OPTIONS = ["--nproc-per-node=2", "--master-port=29533"]
+
+
 @pytest.mark.parametrize(
-    "command", [["torchrun"], pytest.param(["-m", "torch.distributed.run"], marks=pytest.mark.slow)]
+    "command",
+    [
+        ["torchrun", *OPTIONS],
+        ["--nproc-per-node", "2"],
+        pytest.param(["-m", "torch.distributed.run", *OPTIONS], marks=pytest.mark.slow),
+    ],
+    ids=["torchrun", "an option", "a module"],
 )
 def test_the_workers_of_torchrun_use_rayrpc(ray_cluster, start, script, command):
-    options = ["--nproc-per-node=2", "--master-port=29533"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    one = start("-m", "rayrpc", "run", *command, *options, script(TORCHRUN), PATH=path)
+    one = start("-m", "rayrpc", "run", *command, script(TORCHRUN), PATH=path)
     assert one.end() == 0, one.output
     assert "<0 rayrpc 4>" in one.output and "<1 rayrpc 8>" in one.output
 
