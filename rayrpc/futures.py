@@ -4,8 +4,8 @@ Futures of rayrpc are plain ``torch.futures.Future``.  Python cannot complete on
 only with a value that raises when it is read; torch's ``wait_all`` sees such an error after all
 Futures are done, this one at once.
 
-``extend_futures`` gives torch's class the method that ``await`` needs, and lets Ctrl-C interrupt
-``wait``.
+``extend_futures`` gives torch's class the method that ``await`` needs and a ``repr`` that tells its
+state, and lets Ctrl-C interrupt ``wait``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import queue
+import reprlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -31,6 +32,12 @@ T = TypeVar("T")
 
 #: scripted functions return Futures of this class, which is below torch.futures.Future
 AnyFuture: Any = Future.__mro__[1]
+
+_short = reprlib.Repr()
+_short.maxother = _short.maxstring = 200  # characters
+
+FindCall = Callable[[Any], tuple[str, float] | None]
+_find_call: FindCall | None = None  # see ``extend_futures``
 
 
 def wait_all(futures: Iterable[Future[T]]) -> list[T]:
@@ -161,13 +168,36 @@ def _await(self: Any) -> Generator[Any, None, Any]:
     return self.wait()
 
 
-def extend_futures() -> None:
-    """Let torch's Futures be awaited, and their ``wait`` be interrupted; idempotent.
+def _text(self: Any) -> str:
+    """Return the state of a Future, for ``repr``: its call while that is open, or its value."""
+    if not self.done():
+        call = _find_call(self) if _find_call is not None else None
+        if call is None:
+            return "<Future: pending>"
+        name, seconds = call
+        return f"<Future of {name}: pending for {seconds:.1f} s>"
+    try:
+        value = self.value()
+    except Exception as exc:
+        return f"<Future: failed with {_short.repr(exc)}>"
+    return f"<Future: done, {_short.repr(value)}>"
+
+
+def extend_futures(find_call: FindCall | None = None) -> None:
+    """Let torch's Futures be awaited and shown, and their ``wait`` be interrupted; idempotent.
 
     It is called by ``install()`` and at the start of an agent.  Nothing else changes.
+
+    Args:
+        find_call (Callable, optional): returns which call a Future is of, and for how many seconds
+            that is under way, for its ``repr``; None if it is not known.
     """
+    global _find_call
+    if find_call is not None:
+        _find_call = find_call
     # of the Futures of ``then`` and ``collect_all``, too
     AnyFuture.__await__ = _await
+    AnyFuture.__repr__ = _text
     if not hasattr(AnyFuture.wait, "__wrapped__"):
         AnyFuture.wait = _interruptible(AnyFuture.wait)
 

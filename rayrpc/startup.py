@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from enum import Enum
@@ -27,6 +28,7 @@ from rayrpc._protocol.membership import GUEST, PROCESS, RESTARTS, Change, Member
 from rayrpc._protocol.rendezvous import find_place, is_name, owned_key
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
+from rayrpc._runtime.call_errors import name_of
 from rayrpc._runtime.main_identity import main_identity
 from rayrpc._runtime.rrefs.handle import rref_maker
 from rayrpc._runtime.serialization.global_versions import this_process
@@ -208,7 +210,7 @@ def make_agent(
         directory.leave()
         transport.close()
         raise
-    extend_futures()
+    extend_futures(_call_of)
     contexts = GradContexts()
     objects = open_objects(name, encode_stored, decode_stored)
     add_object_type(objects.type)
@@ -248,6 +250,16 @@ def make_agent(
         agent.on_shutdown(slow_calls.close)
         slow_calls.start()
     return agent
+
+
+def _call_of(future: object) -> tuple[str, float] | None:
+    """Return which call a Future is of, and for how many seconds it is under way."""
+    for agent in current.agents():
+        call = agent.cancelling.find(future)
+        if call is not None:
+            name = name_of(call.request.func, call.request.to.name)
+            return (name, time.monotonic() - call.request.since) if name else None
+    return None
 
 
 def _forget_globals(change: Change) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from typing import Any
 
 import pytest
+import targets
 import torch
 from interrupting import interrupted
 
+import rayrpc as rpc
 from rayrpc import futures
 from rayrpc.futures import Future, collect_all, wait_all
 
@@ -118,3 +121,38 @@ def test_extending_futures_again_changes_nothing():
     before = base.wait
     futures.extend_futures()
     assert base.wait is before
+
+
+class TestRepr:
+    """Of torch's class, once rayrpc has extended it."""
+
+    @pytest.fixture(autouse=True)
+    def extended(self):
+        futures.extend_futures()
+
+    def test_tells_the_value_or_the_error(self):
+        pending = Future()
+        assert repr(pending) == "<Future: pending>"
+        pending.set_result([1, "two"])
+        assert repr(pending) == "<Future: done, [1, 'two']>"
+        failed = Future()
+        failed.set_exception(KeyError("why"))
+        assert repr(failed).startswith("<Future: failed with KeyError('why")
+        later = done(1).then(lambda future: future.value() / 0)
+        assert "ZeroDivisionError" in repr(later)
+
+    def test_is_short(self):
+        assert len(repr(done("x" * 10_000))) < 300 and len(repr(done([*range(10_000)]))) < 300
+        assert repr(done(torch.ones(2))) == "<Future: done, tensor([1., 1.])>"
+        assert len(repr(done(torch.arange(900.0)))) < 300
+
+    def test_tells_which_call_it_is_of(self, workers):
+        future = rpc.rpc_async("alice", targets.wait_until_kept, args=("shown",))
+        call = "the call of wait_until_kept on RPC worker 'alice'"
+        assert re.fullmatch(rf"<Future of {call}: pending for \d\.\d s>", repr(future))
+        rpc.rpc_sync("alice", targets.keep, args=("shown", True))
+        assert future.wait() is None and repr(future) == "<Future: done, None>"
+        rpc.rpc_sync("alice", targets.drop, args=("shown",))
+        with pytest.raises(ValueError, match="as expected"):
+            (failed := rpc.rpc_async("alice", targets.fail)).wait()
+        assert repr(failed).startswith("<Future: failed with ValueError(")

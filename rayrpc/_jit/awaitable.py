@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -51,7 +52,8 @@ class Await(Generic[W]):
         _set(self, "_await_callbacks", [])
         _set(self, "_await_outcome", None)
         _set(self, "_await_lock", threading.RLock())
-        _set(self, "_await_runs", False)
+        _set(self, "_await_since", None)  # by the clock, while it is computed
+        _set(self, "_await_name", "")  # of the function, afterwards
 
     def wait(self) -> W:
         """Return the value; compute it, if nobody has yet.
@@ -80,9 +82,9 @@ class Await(Generic[W]):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _await_compute(self) -> Outcome[W]:
-        if self._await_runs:
+        if self._await_since is not None:
             raise RuntimeError(f"computing the value of {self!r} asks for that value itself")
-        _set(self, "_await_runs", True)
+        _set(self, "_await_since", time.monotonic())
         outcome: Outcome[W]
         try:
             value = self._wait_impl()
@@ -92,8 +94,9 @@ class Await(Generic[W]):
         except Exception as exc:
             outcome = Error(exc.with_traceback(None))
         finally:
-            _set(self, "_await_runs", False)
+            _set(self, "_await_since", None)
         _set(self, "_await_outcome", outcome)
+        _set(self, "_await_name", self._await_source())
         _set(self, "_await_call", (None, (), {}))  # what they hold may be needed no longer
         return outcome
 
@@ -129,12 +132,25 @@ class Await(Generic[W]):
         return _itself, (self.wait(),)
 
     def __repr__(self) -> str:
-        outcome = self._await_outcome
+        outcome, since = self._await_outcome, self._await_since
         if isinstance(outcome, Value):
             return f"{type(self).__name__}({outcome.value!r})"
+        if outcome is not None:
+            state = f"failed with {outcome.error!r}"
+        elif since is not None:
+            state = f"being computed for {time.monotonic() - since:.1f} s"
+        else:
+            state = "not computed"
+        source = self._await_source()
+        return f"<{type(self).__name__}{source and f' of {source}'}: {state}>"
+
+    def _await_source(self) -> str:
+        """Return what computes the value, for ``repr``; empty: the subclass does."""
         func = self._await_call[0]
-        what = "failed" if outcome is not None else getattr(func, "__qualname__", "not computed")
-        return f"<{type(self).__name__} {what}>"
+        if func is None:
+            name: str = self._await_name
+            return name
+        return getattr(func, "__name__", type(func).__name__)
 
     if TYPE_CHECKING:  # the operators, for type checkers; ``_forward`` adds them
         __add__: Any

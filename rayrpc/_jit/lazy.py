@@ -34,5 +34,8 @@ class LazyRemote(Await[W]):
             return rref.local_value()
         return rref.to_here(timeout=self._await_timeout)
 
+    def _await_source(self) -> str:
+        return f"{self._await_rref} on {self._await_rref.owner_name()}"
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return LazyRemote, (self._await_rref, self._await_timeout)

@@ -103,13 +103,18 @@ class Cancelling:
         Returns:
             True if the call was under way, and was this worker's.
         """
+        call = self.find(future)
+        is_cancelled = call is not None and self._cancel(call)
+        if call is not None and is_cancelled and force:
+            self._kill(call.request.to)
+        return is_cancelled
+
+    def find(self, future: object) -> OpenCall | None:
+        """Return the call of this worker that a Future is of, if that is under way."""
         for call in self._caller.under_way()[1]:
             if future is call.future or future is call.returned:
-                is_cancelled = self._cancel(call)
-                if is_cancelled and force:
-                    self._kill(call.request.to)
-                return is_cancelled
-        return False
+                return call
+        return None
 
     def _cancel(self, call: OpenCall) -> bool:
         if not self._caller.cancel(call):

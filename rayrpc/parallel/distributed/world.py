@@ -93,6 +93,11 @@ class World:
                 raise
         _world = self
 
+    def __repr__(self) -> str:
+        state = "started" if self.started else "stopped"
+        groups = "".join(f", group {name!r}" for name in sorted(self.groups))
+        return f"<World: {self.name!r} is rank {self.rank} of {self.world_size}, {state}{groups}>"
+
     def stop(self) -> None:
         """Leave the world, and shut down what it initialized, when all processes do.
 

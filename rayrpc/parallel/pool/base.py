@@ -112,7 +112,8 @@ class BasePool(PoolCalls):
         return os.cpu_count() or 1
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} state={self._state.name} size={self.size()}>"
+        state = f"state={self._state.name} size={self.size()} pending={len(self._cache)}"
+        return f"<{type(self).__name__} {state}>"
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")
