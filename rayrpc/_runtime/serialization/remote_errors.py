@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
 import pickle
 import re
@@ -121,6 +122,22 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([ntr\\'\"])", lambda found: _ESCAPES[found.group(1)], text)
 
 
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+
+
+def _with_lines(text: str) -> str:
+    """Return a traceback with the lines that only this process has: those of a notebook's cells."""
+    lines = text.split("\n")
+    shown = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        shown.append(line)
+        frame = _FRAME.match(line)
+        if frame is not None and not following.startswith("    "):
+            code = linecache.getline(frame.group(1), int(frame.group(2))).strip()
+            shown += [f"    {code}"] * bool(code)
+    return "\n".join(shown)
+
+
 def rebuild(remote: RemoteException, keeps_type: bool) -> Exception:
     """Return the exception to raise at the caller.
 
@@ -129,7 +146,7 @@ def rebuild(remote: RemoteException, keeps_type: bool) -> Exception:
         keeps_type: the exception has the error's type; else that, and RuntimeError.
     """
     msg, _, type_name, state = remote
-    message = _unescape(msg)
+    message = _with_lines(_unescape(msg))
     try:
         kind = remote.exception_type
         if kind is None:

@@ -1,6 +1,7 @@
 """Errors on their way back."""
 
 import copy
+import linecache
 import pickle
 from typing import Any
 
@@ -68,6 +69,30 @@ def test_a_traceback_of_rayrpcs_frames_alone_shows_them():
         trace: Any = exc.__traceback__
         exc.__traceback__ = trace.tb_next  # without this function's
         assert "invocation.py" in describe(exc, HERE, pickle.dumps).msg
+
+
+def test_lines_of_a_cell_that_the_caller_has_alone_are_shown(monkeypatch):
+    code = "def outer(f):\n    f()\n\ndef inner():\n    raise KeyError('why')\n"
+    path = "/tmp/ipykernel_1/42.py"
+    cell: dict[str, Any] = {}
+    exec(compile(code, path, "exec"), cell)
+    try:
+        cell["outer"](cell["inner"])
+    except KeyError as exc:
+        remote = describe(exc, HERE, pickle.dumps)
+    assert "f()" not in remote.msg and "raise KeyError" not in remote.msg
+    monkeypatch.setitem(linecache.cache, path, (len(code), None, code.splitlines(True), path))
+    text = str(rebuild(remote, True).args[0])
+    shown = [line for line in text.splitlines() if path in line or "42" in line or "    " in line]
+    place = f'  File "{path}", line'
+    assert shown[-4:] == [
+        f"{place} 2, in outer",
+        "    f()",
+        f"{place} 5, in inner",
+        "    raise KeyError('why')",
+    ]
+    lines_of_this_file = text.count('cell["outer"](cell["inner"])')
+    assert lines_of_this_file == 1  # the callee had it
 
 
 def test_line_breaks_and_foreign_letters_survive():
