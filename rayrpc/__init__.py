@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from rayrpc.objects import as_future, object_ref, rref
     from rayrpc.observe import profile, rrefs, status
     from rayrpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+    from rayrpc.reloading import reload
     from rayrpc.rref_proxy import PyRRef, RRef
     from rayrpc.streams import Stream, stream
 
@@ -75,6 +76,7 @@ __all__ = [
     "on_join",
     "on_leave",
     "profile",
+    "reload",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -131,6 +133,7 @@ _HOMES = {
     "rayrpc.launch.workers": ("WorkerGroup",),
     "rayrpc.objects": ("as_future", "object_ref", "rref"),
     "rayrpc.observe": ("profile", "rrefs", "status"),
+    "rayrpc.reloading": ("reload",),
     "rayrpc.streams": ("Stream", "stream"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -20,7 +20,8 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.
 - ``workers``: workers that only serve, in a group that this process is in, for ``start_workers``;
   ``lifetime``: how long they live; ``restarts``: those that are started again when they die;
-  ``detached``: those that outlive their program, and ``rayrpc stop``.
+  ``detached``: those that outlive their program, and ``rayrpc stop``; ``autoreload``: edited
+  modules of a notebook.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.
 

@@ -20,6 +20,7 @@ from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError, NotInitializedError
+from rayrpc.launch.autoreload import follow_autoreload
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.lifetime import Lifetime
@@ -293,6 +294,7 @@ def start_beside(
             return actors[name], output
 
         group._keep_alive(lifetime.max_restarts, start)
+    follow_autoreload()
     return group
 
 

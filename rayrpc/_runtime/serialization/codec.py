@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 from rayrpc._concurrency.outcome import Value, text_of
 from rayrpc._protocol.messages import PLAIN_TYPES, Fork, Payload, SharedForks
@@ -90,6 +91,12 @@ _PICKLERS: dict[tuple[bool, bool], Any] = {
 }
 
 
+def _names_registered(data: bytes) -> bool:
+    """Tell whether a pickle may name a module whose functions the user wants to go by value."""
+    names = _PICKLE_BY_VALUE_MODULES  # of ``cloudpickle.register_pickle_by_value``; mostly empty
+    return any(name.encode() in data for name in names if name not in ("__main__", "__mp_main__"))
+
+
 class Codec:
     """Encode and decode for one worker.
 
@@ -131,7 +138,9 @@ class Codec:
             payload = self._dump(obj, to, devices, lends, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
             return self._by_value(obj, to, exc, devices, lends)
-        if not shares_main and (b"__main__" in payload.data or b"__mp_main__" in payload.data):
+        data = payload.data
+        names_main = not shares_main and (b"__main__" in data or b"__mp_main__" in data)
+        if names_main or _names_registered(data):
             for fork in payload.forks:
                 self._sharer.unshare(fork)
             return self._by_value(obj, to, None, devices, lends)
