@@ -45,6 +45,7 @@ def names(world, rank):
     assert is_world_initialized() and get_world() is world
     assert (get_cur_rank(), get_cur_name()) == (rank, str(rank))
     assert world.get_ranks() == [0, 1, 2] and world.get_members() == NAMES
+    assert repr(world) == f"<World: '{rank}' is rank {rank} of 3, started>"
     with pytest.raises(RuntimeError, match="has a world already"):
         World("again", rank, 3)
 

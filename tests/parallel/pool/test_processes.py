@@ -290,6 +290,7 @@ def test_close_lets_tasks_end():
 def test_terminate_fails_tasks_that_have_not_ended():
     pool = Pool(1)
     results = [pool.apply_async(time.sleep, (60,)) for _ in range(2)]
+    assert repr(pool) == "<Pool state=RUN size=1 pending=2>"
     time.sleep(0.2)
     pool.terminate()
     for result in results:
