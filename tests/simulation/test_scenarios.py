@@ -30,17 +30,6 @@ REGRESSIONS = [
         ),
     ),
     (
-        "rrefs",
-        7038,
-        Mutation(
-            "Ctrl-C leaves a task in the queue, for which no thread is started",
-            "_concurrency.threads",
-            "        try:\n            self._tasks.append(task)  # first: an interrupt of the wait "
-            "for the lock keeps it\n",
-            "        self._tasks.append(task)\n        try:\n",
-        ),
-    ),
-    (
         "transport",
         20,
         Mutation(
