@@ -54,8 +54,10 @@ def init_group(
     Example:
         >>> keepers = rpc.init_group("keepers", "me")
         >>> keepers.start_workers(["keeper0", "keeper1"])
-        >>> keepers.rpc_all("keeper*", torch.add, args=(torch.ones(1), 1)).wait()
-        {'keeper0': tensor([2.]), 'keeper1': tensor([2.])}
+        WorkerGroup(keeper0, keeper1)
+        >>> sums = keepers.rpc_all("keeper*", torch.add, args=(torch.ones(1), 1)).wait()
+        >>> sums["keeper0"], sums["keeper1"]
+        (tensor([2.]), tensor([2.]))
         >>> keepers.shutdown()
 
     Source: rayrpc's own.
@@ -241,7 +243,8 @@ def on_join(observer: Callable[[WorkerInfo], object]) -> Callable[[], None]:
         RuntimeError: RPC is not initialized.
 
     Example:
-        >>> rpc.on_join(lambda worker: print(worker.name, "is there"))
+        >>> stop = rpc.on_join(lambda worker: print(worker.name, "is there"))
+        >>> stop()  # calls it no more
 
     Source: rayrpc's own.
     """
@@ -261,7 +264,8 @@ def on_leave(observer: Callable[[WorkerInfo, str], object]) -> Callable[[], None
         RuntimeError: RPC is not initialized.
 
     Example:
-        >>> rpc.on_leave(lambda worker, cause: print(f"{worker.name} is gone: {cause}"))
+        >>> stop = rpc.on_leave(lambda worker, cause: print(f"{worker.name} is gone: {cause}"))
+        >>> stop()
 
     Source: rayrpc's own.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import pickle
 import threading
@@ -15,6 +16,7 @@ from conftest import eventually
 
 import rayrpc as rpc
 from rayrpc import autograd, config, errors
+from rayrpc.launch.detached import stop_group
 
 WAIT = 60.0
 GROUP = f"keepers-{os.getpid()}"
@@ -266,6 +268,26 @@ class TestProcesses:
     def test_a_process_need_not_have_a_default_group(self, ray_cluster):
         text, *results = ray.get(join_no_default.remote(f"{GROUP}-alone"), timeout=WAIT)
         assert "RPC has not been initialized" in text and results == [2, 2]
+
+
+@pytest.mark.usefixtures("workers")
+def test_the_examples_of_the_docstrings_run():
+    def run(documented):
+        names = {"rpc": rpc, "torch": torch}
+        (example,) = doctest.DocTestFinder().find(documented, "example", globs=names)
+        output: list[str] = []
+        results = doctest.DocTestRunner().run(example, out=output.append)
+        assert results.attempted and not results.failed, "".join(output)
+
+    run(rpc.init_group)
+    run(rpc.start_workers)
+    try:
+        rpc.get_group("keepers").shutdown()
+        run(rpc.connect)
+    finally:
+        stop_group(rpc.settings(), "keepers")
+    for documented in (rpc.on_join, rpc.on_leave):
+        run(documented)
 
 
 class TestConnect:
