@@ -3,6 +3,11 @@
 import contextlib
 from pathlib import Path
 
+from conftest import eventually
+
+import rayrpc as rpc
+from rayrpc import errors
+
 
 def runner(start, script):
     """Return a function that starts ``rayrpc run SCRIPT ARGS`` with the script's text."""
@@ -11,6 +16,21 @@ def runner(start, script):
         return start("-m", "rayrpc", "run", *options, script(text), *arguments, **environ)
 
     return run_one
+
+
+def connected(group: str) -> rpc.Group:
+    """Connect to a group once its workers are there."""
+    made: list[rpc.Group] = []
+
+    def is_there() -> bool:
+        try:
+            made.append(rpc.connect(group))
+        except errors.GroupError as exc:
+            assert "with workers" in str(exc)
+        return bool(made)
+
+    assert eventually(is_there, 100)
+    return made[0]
 
 
 def alive(pid: int) -> bool:

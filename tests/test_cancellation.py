@@ -1,7 +1,6 @@
 """Cancelled calls on workers of their own processes: by the program, by Ctrl-C, by force."""
 
 import asyncio
-import doctest
 import itertools
 import random
 import signal
@@ -13,6 +12,7 @@ import pytest
 import targets
 import torch
 from conftest import ROOT, eventually, python_path, run_in_threads
+from docstrings import run_example
 
 import rayrpc as rpc
 from rayrpc import cancellation, errors
@@ -228,8 +228,4 @@ def test_ctrl_c_cancels_the_call_that_it_interrupts(ray_cluster, start, script):
 def test_the_examples_of_the_docstring_run(workers):
     if "worker1" not in {info.name for info in rpc._get_current_rpc_agent().get_worker_infos()}:
         rpc.start_workers(["worker1"])
-    names = {"rpc": rpc, "time": time, "asyncio": asyncio}
-    (example,) = doctest.DocTestFinder().find(cancellation.cancel, "example", globs=names)
-    output: list[str] = []
-    results = doctest.DocTestRunner().run(example, out=output.append)
-    assert results.attempted and not results.failed, "".join(output)
+    run_example(cancellation.cancel, rpc=rpc, time=time, asyncio=asyncio)

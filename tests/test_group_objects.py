@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import pickle
 import threading
@@ -13,6 +12,8 @@ import ray
 import targets
 import torch
 from conftest import eventually
+from docstrings import run_example
+from launching import connected
 
 import rayrpc as rpc
 from rayrpc import autograd, config, errors
@@ -272,22 +273,15 @@ class TestProcesses:
 
 @pytest.mark.usefixtures("workers")
 def test_the_examples_of_the_docstrings_run():
-    def run(documented):
-        names = {"rpc": rpc, "torch": torch}
-        (example,) = doctest.DocTestFinder().find(documented, "example", globs=names)
-        output: list[str] = []
-        results = doctest.DocTestRunner().run(example, out=output.append)
-        assert results.attempted and not results.failed, "".join(output)
-
-    run(rpc.init_group)
-    run(rpc.start_workers)
+    run_example(rpc.init_group, rpc=rpc, torch=torch)
+    run_example(rpc.start_workers, rpc=rpc)
     try:
         rpc.get_group("keepers").shutdown()
-        run(rpc.connect)
+        run_example(rpc.connect, rpc=rpc, torch=torch)
     finally:
         stop_group(rpc.settings(), "keepers")
     for documented in (rpc.on_join, rpc.on_leave):
-        run(documented)
+        run_example(documented, rpc=rpc)
 
 
 class TestConnect:
@@ -365,21 +359,6 @@ def _guests() -> Any:
 
 
 ask_as_guest, use_as_guest = _guests()
-
-
-def connected(name):
-    """Connect to a group once its workers are there."""
-    made = []
-
-    def is_there():
-        try:
-            made.append(rpc.connect(name))
-        except errors.GroupError as exc:
-            assert "with workers" in str(exc)
-        return made
-
-    assert eventually(is_there)
-    return made[0]
 
 
 def _in_a_group_of_fixed_size() -> Any:

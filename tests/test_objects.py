@@ -1,6 +1,5 @@
 """Objects of Ray's store in calls, Futures and RRefs; two programs that share them."""
 
-import doctest
 import functools
 import gc
 import subprocess
@@ -14,6 +13,7 @@ import ray
 import targets
 import torch
 from conftest import eventually
+from docstrings import run_example
 from ray._private import worker as ray_worker
 
 import rayrpc as rpc
@@ -590,11 +590,7 @@ def _found(find):
 def test_the_examples_of_the_docstrings_run(workers, documented):
     if "worker1" not in {info.name for info in rpc._get_current_rpc_agent().get_worker_infos()}:
         rpc.start_workers(["worker1"])
-    names = {"rpc": rpc, "ray": ray, "torch": torch}
-    (example,) = doctest.DocTestFinder().find(documented, "example", globs=names)
-    output: list[str] = []
-    results = doctest.DocTestRunner().run(example, out=output.append)
-    assert results.attempted and not results.failed, "".join(output)
+    run_example(documented, rpc=rpc, ray=ray, torch=torch)
 
 
 def test_before_init_rpc_there_are_none():

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import doctest
 import gc
 import itertools
 import threading
@@ -13,6 +12,7 @@ import pytest
 import targets
 import torch
 from conftest import eventually, run_in_threads
+from docstrings import run_example
 
 import rayrpc as rpc
 from rayrpc import autograd, errors, streams
@@ -358,7 +358,4 @@ def test_what_it_tells_of_itself():
 def test_the_examples_of_the_docstring_run(workers):
     if "worker1" not in {info.name for info in rpc._get_current_rpc_agent().get_worker_infos()}:
         rpc.start_workers(["worker1"])
-    (example,) = doctest.DocTestFinder().find(streams.stream, "example", globs={"rpc": rpc})
-    output: list[str] = []
-    results = doctest.DocTestRunner().run(example, out=output.append)
-    assert results.attempted and not results.failed, "".join(output)
+    run_example(streams.stream, rpc=rpc)

@@ -3,10 +3,8 @@
 import os
 
 import pytest
-from conftest import eventually
-from launching import runner
+from launching import connected, runner
 
-import rayrpc as rpc
 from rayrpc import errors
 
 # 29500, torch's default, may be in use by other programs
@@ -33,27 +31,11 @@ if __name__ == "__main__":
 """
 
 
-def connected():
-    """Return the group once its ranks have joined; None before."""
-    try:
-        return rpc.connect(ADDRESS)
-    except errors.GroupError as exc:
-        assert "with workers" in str(exc)
-        return None
-
-
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_guest_calls_the_ranks_of_a_run(start, script, tmp_path):
     path = tmp_path / "done"
     program = runner(start, script)(PROGRAM, str(path))
-    found = []
-
-    def is_there():
-        found[:] = [connected()]
-        return found[0] is not None
-
-    assert eventually(is_there, 100), program.output
-    (group,) = found
+    group = connected(ADDRESS)
     try:
         assert [info.name for info in group.workers()] == ["rank0", "rank1"]
         assert group.rpc_all("rank*", os.getppid).wait().keys() == {"rank0", "rank1"}
