@@ -132,7 +132,10 @@ def _with_lines(text: str) -> str:
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         shown.append(line)
         frame = _FRAME.match(line)
-        if frame is not None and not following.startswith("    "):
+        if frame is None or following.startswith("    "):
+            continue
+        # in the cache alone: a file of this name here may be another one, or a pipe
+        if frame.group(1) in linecache.cache:
             code = linecache.getline(frame.group(1), int(frame.group(2))).strip()
             shown += [f"    {code}"] * bool(code)
     return "\n".join(shown)

@@ -95,6 +95,14 @@ def test_lines_of_a_cell_that_the_caller_has_alone_are_shown(monkeypatch):
     assert lines_of_this_file == 1  # the callee had it
 
 
+def test_no_file_is_read_for_them(tmp_path):
+    path = tmp_path / "other.py"
+    path.write_text("another program\n")
+    text = f'Traceback (most recent call last):\n  File "{path}", line 1, in f\nKeyError: 1'
+    remote = RemoteException(text, pickle.dumps(KeyError), "KeyError", {})
+    assert rebuild(remote, True).args == (text,)
+
+
 def test_line_breaks_and_foreign_letters_survive():
     text = str(through(lambda: targets.fail("one\ntwo é 中")))
     assert "one\ntwo é 中" in text
