@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from rayrpc._concurrency.outcome import Error, attempt
+from rayrpc._concurrency.outcome import attempt
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
@@ -78,12 +78,10 @@ def reload_on_workers(agent: Agent, modules: Iterable[ModuleType]) -> None:
     sources = [_source_of(module) for module in modules]
     mine = agent.member.token
     workers = [each for each in agent.members() if each.token != mine and not each.is_guest]
-    call = Invocation(load_again, (sources,))
-    calls = [agent.caller.future(each, call, agent.default_timeout) for each in workers]
-    ended = [attempt(call.wait) for call in calls]
-    for outcome in ended:
-        if isinstance(outcome, Error):
-            outcome.unwrap()
+    call, timeout = Invocation(load_again, (sources,)), agent.default_timeout
+    futures = [agent.caller.future(worker, call, timeout) for worker in workers]
+    for outcome in [attempt(future.wait) for future in futures]:  # after all have ended
+        outcome.unwrap()
 
 
 def _check(module: object) -> None:

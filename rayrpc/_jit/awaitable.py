@@ -96,7 +96,7 @@ class Await(Generic[W]):
         finally:
             _set(self, "_await_since", None)
         _set(self, "_await_outcome", outcome)
-        _set(self, "_await_name", self._await_source())
+        _set(self, "_await_name", Await._await_source(self))  # a subclass may have its own
         _set(self, "_await_call", (None, (), {}))  # what they hold may be needed no longer
         return outcome
 

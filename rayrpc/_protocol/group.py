@@ -239,11 +239,9 @@ class Group:
         return member.origin.run not in self._sufficient
 
     def _join_dynamic(self, request: Member) -> Decision:
-        found = [s for s in self.sessions if s.state is SessionState.OPEN]
-        for meets in (_same_run, _meet_by_key):
-            for session in found:
-                if any(meets(m, request) for m in session.deciding):
-                    return session.join(request)
+        met = self._met(request, [s for s in self.sessions if s.state is SessionState.OPEN])
+        if met:
+            return met[0].join(request)
         users = self.other_users(request)
         admitted = self._new_session().join(request)
         if users and not request.origin.launched and isinstance(admitted, Admitted):
@@ -255,14 +253,18 @@ class Group:
             return admitted._replace(snapshot=admitted.snapshot._replace(note=note))
         return admitted
 
+    def _met(self, request: Member, sessions: Sequence[Session]) -> list[Session]:
+        """Return the sessions of a join's run; if there are none, those met by the key."""
+        for meets in (_same_run, _meet_by_key):
+            met = [s for s in sessions if any(meets(m, request) for m in s.deciding)]
+            if met:
+                return met
+        return []
+
     def _open_to_guest(self, guest: Member) -> list[Session]:
         """Return the sessions with workers that a guest may mean."""
-        found = [session for session in self.sessions if session.workers]
-        for meets in (_same_run, _meet_by_key):
-            met = [s for s in found if any(meets(m, guest) for m in s.workers)]
-            if met:
-                found = met
-                break
+        there = [session for session in self.sessions if session.workers]
+        found = self._met(guest, there) or there
         return [s for s in found if s.state is not SessionState.BROKEN] or found
 
     def _join_as_guest(self, guest: Member, sessions: Sequence[Session]) -> Decision:

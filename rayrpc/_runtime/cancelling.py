@@ -104,10 +104,11 @@ class Cancelling:
             True if the call was under way, and was this worker's.
         """
         call = self.find(future)
-        is_cancelled = call is not None and self._cancel(call)
-        if call is not None and is_cancelled and force:
+        if call is None or not self._cancel(call):
+            return False
+        if force:
             self._kill(call.request.to)
-        return is_cancelled
+        return True
 
     def find(self, future: object) -> OpenCall | None:
         """Return the call of this worker that a Future is of, if that is under way."""

@@ -43,8 +43,8 @@ class Quiescence:
     def join(self, timeout: float, leaves: bool = False) -> None:
         """Wait until no member has calls under way, nor calls that those may cause.
 
-        Each member reports, while idle, how many calls it sent and served, but to guests.  When
-        the reports of two rounds are equal, no call is on its way.
+        Each member reports, while idle, how many calls it sent, and served for others than
+        guests.  When the reports of two rounds are equal, no call is on its way.
 
         Args:
             timeout: in seconds; 0: none.

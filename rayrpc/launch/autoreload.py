@@ -44,11 +44,10 @@ class Follower:
         for callback in self._events.callbacks["pre_run_cell"]:
             reloader = getattr(getattr(callback, "__self__", None), "_reloader", None)
             if reloader is not None:
-                failed = reloader.failed
                 return {
                     name: time
                     for name, time in reloader.modules_mtimes.items()
-                    if not failed or failed.get(_path_of(name)) != time
+                    if reloader.failed.get(_path_of(name)) != time
                 }
         return {}
 

@@ -228,10 +228,8 @@ def _join_local(settings: Settings, starts: bool) -> str:
     auth_token.make_private()
     if starts and settings.dashboard:
         _check_dashboard()
-    path = local_file(settings, ".sock")
-    log = path.with_suffix(".log")
     with noticed("the local Ray cluster to start; `rayrpc up` keeps one that runs"):
-        return _lease_of(path, log, starts, settings)
+        return _take_lease(settings, starts)
 
 
 def _check_dashboard() -> None:
@@ -244,9 +242,10 @@ def _check_dashboard() -> None:
         ) from None
 
 
-def _lease_of(path: Path, log: Path, starts: bool, settings: Settings) -> str:
-    """Take a lease of the local cluster with a socket; return its address."""
+def _take_lease(settings: Settings, starts: bool) -> str:
     global _lease
+    path = local_file(settings, ".sock")
+    log = path.with_suffix(".log")
     with locked(path.with_suffix(".lock")):
         lease = _open_lease(path) if starts else _open_any_lease(path)
         if lease is None and starts:
