@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from rayrpc._transports.ray.cluster import locked, own_folder
+from rayrpc._transports.ray.local_lease import locked, own_folder
 from rayrpc.errors import ConfigError
 
 __all__ = ["Archive", "EXCLUDED", "MAX_BYTES", "is_within", "moved", "pack", "unpack"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 from rayrpc._observe.group_status import GroupStatus
-from rayrpc._transports.ray.cluster import connect, other_local_clusters
+from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups
+from rayrpc._transports.ray.local_lease import other_local_clusters
 from rayrpc.config import Settings
 
 __all__ = ["elsewhere", "look"]

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from rayrpc import errors
-from rayrpc._transports.ray import cluster
+from rayrpc._transports.ray import cluster, local_lease
 from rayrpc._transports.ray.cluster import control_service_answers
 from rayrpc.config import Settings
 
@@ -19,9 +19,9 @@ def test_that_of_a_cluster_that_runs_answers(ray_cluster):
 
 def test_a_dashboard_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.dashboard.optional_deps", None)
-    monkeypatch.setattr(cluster, "_start_local_cluster", None)  # none is started
+    monkeypatch.setattr(local_lease, "_start_local_cluster", None)  # none is started
     with pytest.raises(errors.ClusterError, match=r"pip install 'rayrpc\[dashboard\]'"):
-        cluster._join_local(Settings(dashboard=True), True)
+        local_lease.join_local(Settings(dashboard=True), True)
 
 
 def test_a_port_that_takes_connections_is_no_answer(ray_cluster, monkeypatch):

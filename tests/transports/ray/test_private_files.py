@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayrpc._transports.ray import auth_token, cluster
+from rayrpc._transports.ray import auth_token, local_lease
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
@@ -38,10 +38,10 @@ def rights(path):
 def test_the_folder_of_local_clusters_is_the_users_alone(home, umask, mask):
     (home / "tmp").mkdir()
     umask(mask)
-    folder = cluster.own_folder()
+    folder = local_lease.own_folder()
     assert rights(folder) == 0o700 and folder.parent == home / "tmp"
     folder.chmod(0o777)
-    assert rights(cluster.own_folder()) == 0o700
+    assert rights(local_lease.own_folder()) == 0o700
 
 
 def test_a_link_in_the_place_of_the_folder_is_refused(home):
@@ -49,23 +49,23 @@ def test_a_link_in_the_place_of_the_folder_is_refused(home):
     (home / "tmp" / f"rayrpc-{os.getuid()}").symlink_to(home)
     before = rights(home)
     with pytest.raises(ClusterError, match="set RAY_TMPDIR to a folder of your own"):
-        cluster.own_folder()
+        local_lease.own_folder()
     assert rights(home) == before
 
 
 def test_a_path_that_is_too_long_for_sockets_is_refused_before_ray_starts(home, monkeypatch):
-    monkeypatch.setenv("RAY_TMPDIR", str(home / ("x" * cluster.MAX_FOLDER_LENGTH)))
+    monkeypatch.setenv("RAY_TMPDIR", str(home / ("x" * local_lease.MAX_FOLDER_LENGTH)))
     with pytest.raises(ClusterError, match="set RAY_TMPDIR to a folder with a shorter path"):
-        cluster._join_local(Settings(address="local"), starts=True)
-    assert not list(cluster.own_folder().iterdir())
+        local_lease.join_local(Settings(address="local"), starts=True)
+    assert not list(local_lease.own_folder().iterdir())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(home):
-    folder = cluster.own_folder()
+    folder = local_lease.own_folder()
     os.chown(folder, 12345, -1)
     with pytest.raises(ClusterError, match="is no folder of user"):
-        cluster.own_folder()
+        local_lease.own_folder()
 
 
 @pytest.mark.parametrize("mask", [0, 0o022])
