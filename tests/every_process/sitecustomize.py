@@ -15,6 +15,7 @@ import sys
 
 # Far from the numbers that a program under test expects to be given.
 LOWEST_DESCRIPTOR = 200
+_kept: list[int] = []  # of this process, or of that which it was forked from
 
 
 def _register() -> None:
@@ -27,9 +28,13 @@ def _register() -> None:
         kept = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, LOWEST_DESCRIPTOR)
         os.close(opened)
         faulthandler.register(signal.SIGUSR2, file=kept, all_threads=True)
+        for each in _kept:
+            os.close(each)
+        _kept[:] = [kept]
 
 
 _register()
+os.register_at_fork(after_in_child=_register)
 if "COVERAGE_PROCESS_CONFIG" in os.environ:
     _tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path.append(os.path.join(_tests, "coverage_of_actors"))
