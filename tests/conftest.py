@@ -29,6 +29,9 @@ import pytest
 from gating import post_mortem
 from nodes import wait_for_nodes
 
+from rayrpc._transports.ray.node_start import adapt_start
+from rayrpc._transports.ray.worker_forks import forked_workers
+
 ROOT = Path(__file__).resolve().parents[1]
 # Only a failure reaches these bounds; pytest's own is above them.
 TIMEOUT = 120.0
@@ -267,27 +270,29 @@ def _ray_cluster(request: pytest.FixtureRequest) -> Iterator[str]:
     import ray
 
     wait_for_nodes()
-    ray.init(
-        num_cpus=CLUSTER_CPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    address = ray.get_runtime_context().gcs_address
-    os.environ["RAY_ADDRESS"] = address
-    before = leaks.snapshot()
-    _module_before[:] = [before]  # a session's fixture, though a module may be first
-    try:
-        yield address
-        gc.collect()
-        if RUNS_ALL and not request.session.testsfailed:
-            _check_leaks(before, "tests with Ray")
-    finally:
-        os.environ.pop("RAY_ADDRESS", None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # Ray ends processes without a wait
-            ray.shutdown()
+    adapt_start()
+    with forked_workers(Path(os.environ["RAY_TMPDIR"]) / "session.forks"):
+        ray.init(
+            num_cpus=CLUSTER_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        address = ray.get_runtime_context().gcs_address
+        os.environ["RAY_ADDRESS"] = address
+        before = leaks.snapshot()
+        _module_before[:] = [before]  # a session's fixture, though a module may be first
+        try:
+            yield address
             gc.collect()
+            if RUNS_ALL and not request.session.testsfailed:
+                _check_leaks(before, "tests with Ray")
+        finally:
+            os.environ.pop("RAY_ADDRESS", None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # Ray ends processes without wait
+                ray.shutdown()
+                gc.collect()
 
 
 ray_cluster = pytest.fixture(scope="session", name="ray_cluster")(_ray_cluster)

@@ -2,9 +2,13 @@
 
 In the order in which a worker meets them:
 
-    cluster           connects this process to its Ray cluster, or takes a lease of a local one
+    cluster           connects this process to its Ray cluster
+    local_lease       its lease of the local cluster, if none is named
     auth_token        Ray's authentication by token: the user's token, clusters that require one
     local_cluster     the process that starts and ends a local cluster
+    node_start        starts Ray's nodes there in less time
+    worker_forks      has their workers forked: by ``fork_server``, a process that has loaded what
+                      they need, which ``start_worker`` asks in the place of Ray's program
     forked_children   the children that a connected process forks, without a client of Ray
     directory         the directory actor of a group
     directory_client  a member's side of it: ``RayDirectory``

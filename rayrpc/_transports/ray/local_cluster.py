@@ -9,6 +9,9 @@ connections, the leases, is closed:
 
 In STARTING the clients wait; then each one is sent "ready ADDRESS" or "failed REASON".  Without
 descriptors for more leases, clients wait in the listener's queue.
+
+A client may send "keep SECONDS": the cluster then stays for so long without a lease (0: for ever),
+until one sends "release".
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from pathlib import Path
 
 import psutil
 
+from rayrpc._transports.ray.node_start import adapt_start, start_monitors
+from rayrpc._transports.ray.worker_forks import forked_workers
+
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
@@ -39,6 +45,8 @@ LAST_LEASE_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 # Ray gives its processes 30 s to start, which a busy machine may exceed.
 START_ATTEMPTS = 3
+# After which a cluster has monitors: by then, a program has started its workers, or has ended.
+MONITORS_SECONDS = 10.0
 # How long the system may take to end killed processes.
 END_SECONDS = 10.0
 
@@ -62,6 +70,7 @@ class LocalCluster:
         self._leases: set[socket.socket] = set()
         self._has_accepted = True  # the last time
         self._answer: bytes | None = None  # None in STARTING
+        self._kept: float | None = None  # for how long without leases, in seconds
         self._lock = threading.Lock()  # guards the leases and the answer
 
     def announce(self, answer: str) -> None:
@@ -86,9 +95,13 @@ class LocalCluster:
                     self._accept()
                 else:
                     self._on_readable(key.fileobj)  # type: ignore[arg-type]
-            if not self._leases and self._remove_socket():
+            is_kept = self._kept is not None and (ready or self._kept == 0)
+            if not self._leases and not is_kept and self._remove_socket():
                 return
-            timeout = None if self._leases else LAST_LEASE_SECONDS
+            if self._leases:
+                timeout = None
+            else:
+                timeout = LAST_LEASE_SECONDS if self._kept is None else self._kept or None
 
     def _accept(self) -> None:
         """Take a lease; an error ends that one alone."""
@@ -112,14 +125,27 @@ class LocalCluster:
             self._send_answer(lease)
 
     def _on_readable(self, lease: socket.socket) -> None:
-        """Release a lease that its client closed."""
+        """Do what a client tells, or release the lease that it has closed."""
         with contextlib.suppress(OSError):
-            if lease.recv(1):
+            if text := lease.recv(100):
+                lease.sendall(f"{self._do(text.decode().split())}\n".encode())
                 return
         self._selector.unregister(lease)
         with self._lock:
             self._leases.discard(lease)
         lease.close()
+
+    def _do(self, words: list[str]) -> str:
+        """Do what a client tells; return the answer."""
+        before = self._kept
+        match words:
+            case ["keep", seconds]:
+                self._kept = float(seconds)
+                return "new" if before is None else "old"
+            case ["release"]:
+                self._kept = None
+                return "old" if before is None else "new"
+        return "unknown"
 
     def _remove_socket(self) -> bool:
         """Remove the socket's file; return False if a client is just connecting."""
@@ -144,23 +170,34 @@ def main(arguments: list[str]) -> None:
             and whether Ray's dashboard runs (0 or 1).
     """
     path, namespace, num_cpus, dashboard = arguments
-    cluster = LocalCluster(Path(path))
-    done = threading.Thread(target=cluster.run)
-    done.start()
-    # in the main thread, as Ray's processes end with the thread that started them
-    _start_ray(cluster, Path(path).parent, namespace, int(num_cpus), bool(int(dashboard)))
-    done.join()
-    import ray
+    with forked_workers(Path(path).with_suffix(".forks")) as server:
+        cluster = LocalCluster(Path(path))
+        done = threading.Thread(target=cluster.run)
+        done.start()
+        # in the main thread, as Ray's processes end with the thread that started them
+        folder = Path(path).parent
+        _start_ray(cluster, folder, namespace, int(num_cpus), bool(int(dashboard)), server)
+        done.join(MONITORS_SECONDS)
+        import ray
 
-    ray.shutdown()
+        if done.is_alive() and ray.is_initialized():
+            start_monitors()
+        done.join()
+        ray.shutdown()
 
 
 def _start_ray(
-    cluster: LocalCluster, folder: Path, namespace: str, num_cpus: int, dashboard: bool
+    cluster: LocalCluster,
+    folder: Path,
+    namespace: str,
+    num_cpus: int,
+    dashboard: bool,
+    kept: int,
 ) -> None:
     """Start Ray, its files below the user's own folder, and announce how that ended."""
     import ray
 
+    adapt_start(late_monitors=True)
     for attempt in range(START_ATTEMPTS):
         try:
             ray.init(
@@ -174,7 +211,7 @@ def _start_ray(
         except Exception as exc:
             if "timed out during startup" in str(exc) and attempt + 1 < START_ATTEMPTS:
                 logger.warning("start Ray again: %s", exc)
-                _end_children()
+                _end_children(kept)
                 continue
             cluster.announce(f"failed {type(exc).__name__}: {' '.join(str(exc).split())}")
         else:
@@ -182,9 +219,9 @@ def _start_ray(
         return
 
 
-def _end_children() -> None:
+def _end_children(kept: int) -> None:
     """End the processes of Ray that this one has started; Ray leaves those that started late."""
-    children = psutil.Process().children(recursive=True)
+    children = [p for p in psutil.Process().children(recursive=True) if p.pid != kept]
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 
 import pytest
 from conftest import ROOT, eventually, python_path
@@ -106,7 +107,7 @@ class Cluster:
 
 
 node.Node.__init__ = start_late
-local_cluster._start_ray(Cluster(), Path(os.environ["RAY_TMPDIR"]), "names", 1, False)
+local_cluster._start_ray(Cluster(), Path(os.environ["RAY_TMPDIR"]), "names", 1, False, 0)
 """
 
 
@@ -122,3 +123,35 @@ def test_ray_is_started_again_where_it_did_not_start_in_its_own_time(
     assert one.end() == 0, one.output
     assert answer in one.output
     assert f"with {nodes}" in one.output
+
+
+def told(client, text):
+    client.sendall(text)
+    return client.recv(20)
+
+
+def test_a_cluster_that_is_kept_stays_without_leases(cluster, monkeypatch):
+    cluster.announce("ready there")
+    with new_client() as client:
+        client.connect(str(cluster._path))
+        assert client.recv(20) == b"ready there\n"
+        assert told(client, b"release\n") == b"old\n"
+        assert told(client, b"keep 0\n") == b"new\n"
+        assert told(client, b"keep 0\n") == b"old\n"
+        assert told(client, b"hm\n") == b"unknown\n"
+    time.sleep(0.1)  # more than LAST_LEASE_SECONDS
+    with new_client() as client:
+        client.connect(str(cluster._path))
+        assert client.recv(20) == b"ready there\n"
+        assert told(client, b"release\n") == b"new\n"
+
+
+def test_a_cluster_that_is_kept_for_a_time_ends_then(cluster):
+    cluster.announce("ready there")
+    with new_client() as client:
+        client.connect(str(cluster._path))
+        assert client.recv(20) == b"ready there\n"
+        assert told(client, b"keep 0.3\n") == b"new\n"
+    begin = time.monotonic()
+    assert eventually(lambda: not cluster._path.exists(), WAIT_SECONDS)
+    assert time.monotonic() > begin + 0.2
