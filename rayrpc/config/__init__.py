@@ -238,13 +238,10 @@ class Settings:
     local_num_cpus: int | None = key(
         None, COUNT, "CPUs that a local cluster announces. None: this machine's.", int
     )
-    standby_workers: int = key(
-        8, COUNT, "Processes for workers that `rayrpc up` keeps, with torch loaded.", int
-    )
     idle_timeout: float = key(
         600.0,
         SECONDS,
-        "Seconds after which what `rayrpc up` keeps ends, if no program has used it; 0: never.",
+        "Seconds after which the cluster that `rayrpc up` keeps ends, if none uses it; 0: never.",
         float,
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = key(

@@ -9,8 +9,8 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``arguments``: what ranks are called with: shared with those on this node, copied for others.
 - ``placement``: which node has room for a worker; what is reserved there.
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
-- ``starting``: makes these actors, or takes those of ``rayrpc up``, which have loaded torch
-  (``standby``); ``up`` starts the process that keeps them, ``standby_pool``.
+- ``starting``: makes these actors; their processes have loaded torch (``preloading``) on a cluster
+  that forks them.  ``ahead`` starts that cluster beside the script; ``up`` keeps one.
 - ``capture``: what a worker's process prints goes into pipes.
 - ``collector``: the reader of a node's pipes, here or in an actor there (``output_relay``).
 - ``display``: the collected text on this process's terminal, with ``line_prefixes``;
@@ -28,10 +28,10 @@ The files, in the order in which ``rayrpc run`` meets them:
 Invariants:
 
 - What a worker has printed is shown, however the worker ends; what it prints faster waits.
-- Every worker is an actor named after it, unless it stood by, and ends with the process that
-  started it, unless it is detached.
-- A worker's process has the program's environment before it loads torch; one that stands by has
-  that part of it which torch then reads.
+- Every worker is an actor named after it, and ends with the process that started it, unless it is
+  detached.
+- A worker's process has the program's environment before it loads torch; one that is forked with
+  torch loaded has that part of it which torch then reads.
 - A worker asks Ray for nothing unless the settings, or its caller, say so; a request that no node
   can meet fails at once, by name.
 - Functions of a script pickle by reference between its ranks; those of a notebook by value.

@@ -1,7 +1,8 @@
 """The actor that is a worker: its process runs the rank's main and serves the rank's calls.
 
 Torch must see the program's environment, so it is loaded only after ``Program.enter``: modules
-that import torch are imported inside methods here, and callables arrive as pickled bytes.
+that import torch are imported inside methods here, and callables arrive as pickled bytes.  A
+process that was forked with torch has loaded it in that environment (``preloading``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import ray
 
 from rayrpc import config
-from rayrpc._transports.ray.cluster import hold_local_cluster
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
+from rayrpc._transports.ray.local_lease import hold_local_cluster
 from rayrpc._transports.ray.raylet_watch import LOST_SECONDS, end_with_raylet
 from rayrpc.launch.capture import Capture
 from rayrpc.launch.folder import Archive, unpack
@@ -83,13 +84,7 @@ class HostedWorker:
         node_id: str,
         settings: dict[str, Any],
     ) -> None:
-        self._prepare()
-        self._enter(label, program, node_id, settings)
-
-    def _prepare(self) -> None:
         end_with_raylet(after=LOST_SECONDS)  # until the group has heard of it
-
-    def _enter(self, label: str, program: Program, node_id: str, settings: dict[str, Any]) -> None:
         # between tasks, `ps` shows the name of the class; one for each actor in Ray costs 15 ms
         self.__class__ = type(label, (type(self),), {})
         self._label = label

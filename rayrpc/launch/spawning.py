@@ -32,7 +32,6 @@ from rayrpc.launch.placement import (
     placed_options,
     release_placement,
     this_node,
-    wait_placed,
 )
 from rayrpc.launch.process import Shim, get_install
 from rayrpc.launch.program import Program
@@ -298,10 +297,10 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
     enter_shim = _dump_shim(settings)
     here = this_node()
     placed = near(options, wanted, here) if arguments.tied else options
-    actors = start_hosted(program, settings, placed)
+    actors: dict[str, ActorHandle[HostedWorker]] = {}
     output: Output | None = None
     try:
-        pids = wait_placed(actors, wanted, settings.placement_timeout)
+        actors, pids = start_hosted(program, settings, wanted, placed)
         nodes = ray.get([actor.node_id.remote() for actor in actors.values()])
         targets = arguments.targets(nodes, here)
         folders = send_folder(program, settings, list(actors.values()))

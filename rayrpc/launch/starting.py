@@ -11,12 +11,12 @@ from ray.actor import ActorHandle
 
 from rayrpc import config
 from rayrpc._transports.ray import ray_api
-from rayrpc._transports.ray.cluster import on_local_cluster
+from rayrpc.config import WorkerResources
 from rayrpc.launch.folder import Archive, pack
 from rayrpc.launch.hosted import CONCURRENCY_GROUPS, HostedWorker
-from rayrpc.launch.placement import named, this_node
+from rayrpc.launch.placement import named, this_node, wait_placed
+from rayrpc.launch.preloading import torch_loaded
 from rayrpc.launch.program import Program
-from rayrpc.launch.standby import take
 
 __all__ = ["end_hosted", "send_folder", "start_hosted"]
 
@@ -29,31 +29,42 @@ _sent: dict[tuple[str, str], ray.ObjectRef[Archive]] = {}
 
 
 def start_hosted(
-    program: Program, settings: config.Settings, placed: Mapping[str, Mapping[str, Any]]
-) -> dict[str, ActorHandle[HostedWorker]]:
-    """Return one actor for each worker: one that stands by, or one that is started, and may not run
-    yet.
+    program: Program,
+    settings: config.Settings,
+    wanted: Mapping[str, WorkerResources],
+    placed: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, ActorHandle[HostedWorker]], dict[str, int]]:
+    """Start one actor for each worker, and wait until all run.
 
     Args:
         program: what the workers run.
         settings: of the workers.
+        wanted: by worker, what it asks for.
         placed: Ray's options by worker, as ``placed_options`` returns them.
 
     Returns:
-        The actors by worker.
+        The actors, and their process ids, by worker.
+
+    Raises:
+        PlacementError: one did not start in time; the others are ended.
     """
     remote: Any = ray.remote
     actor_class = remote(concurrency_groups=CONCURRENCY_GROUPS)(HostedWorker)
     own = settings.replace(log_dir=None)  # its files are those of the process that starts it
-    there: dict[str, ActorHandle[HostedWorker]] = {}
-    if on_local_cluster() and not settings.runtime_env:
-        there = take([each for each in placed if not _asks_for(placed[each])], program, own)
     shared = (program, this_node(), own.to_dict())
-    return {
-        worker: there.get(worker)
-        or actor_class.options(**options, **named(worker, settings)).remote(worker, *shared)
-        for worker, options in placed.items()
-    }
+    with torch_loaded(program.environ):
+        actors: dict[str, ActorHandle[HostedWorker]] = {
+            worker: actor_class.options(**options, **named(worker, settings)).remote(
+                worker, *shared
+            )
+            for worker, options in placed.items()
+        }
+        try:
+            return actors, wait_placed(actors, wanted, settings.placement_timeout)
+        except BaseException:
+            for actor in actors.values():
+                ray.kill(actor)
+            raise
 
 
 def end_hosted(actors: Collection[ActorHandle[HostedWorker]]) -> None:
@@ -67,14 +78,6 @@ def end_hosted(actors: Collection[ActorHandle[HostedWorker]]) -> None:
         ray.wait(leaving, num_returns=len(leaving), timeout=LEAVE_SECONDS)
     for actor in actors:
         ray.kill(actor)
-
-
-def _asks_for(options: Mapping[str, Any]) -> bool:
-    """Tell whether a worker asks for resources, a lifetime, or a place other than this node."""
-    strategy = options.get("scheduling_strategy")
-    is_here = strategy is None or getattr(strategy, "node_id", None) == this_node()
-    amounts = (options.get(each) for each in ("num_cpus", "num_gpus", "resources", "memory"))
-    return not is_here or any(amounts) or "lifetime" in options
 
 
 def send_folder(

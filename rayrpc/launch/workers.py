@@ -29,7 +29,6 @@ from rayrpc.launch.placement import (
     check_placeable,
     placed_options,
     release_placement,
-    wait_placed,
 )
 from rayrpc.launch.program import Program
 from rayrpc.launch.restarts import Restarts, begin_to_serve
@@ -365,10 +364,9 @@ def start_into(
     """
     method = f"ray://{agent.key}"
     program = Program.without_script(settings.working_dir)
-    actors = start_hosted(program, settings, placed)
+    actors, _ = start_hosted(program, settings, wanted, placed)
     output: Output | None = None
     try:
-        wait_placed(actors, wanted, settings.placement_timeout)
         addresses: Mapping[str, str] = {}
         if not lifetime.detached:
             output = Output(actors, settings, prefixed=True)

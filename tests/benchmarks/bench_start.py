@@ -7,7 +7,7 @@ columns take turns, round by round:
 
 tensorpipe  ``python``: torch's own RPC
 run         ``rayrpc run``, which starts a local cluster and ends it
-up          ``rayrpc run`` on what ``rayrpc up`` keeps: a process for each rank
+up          ``rayrpc run`` on the cluster that ``rayrpc up`` keeps
 
 A result is the median over the rounds, in seconds of wall time.
 """
@@ -28,8 +28,7 @@ from cluster import ROOT, clean_up_on_sigterm
 
 COLUMNS = ("tensorpipe", "run", "up")
 SECONDS = 300.0  # that a program may take
-SETTLE_SECONDS = 60.0  # until all processes stand by again, and so many more ...
-SETTLE_RANK_SECONDS = 4.0  # ... a rank
+SETTLE_SECONDS = 60.0  # until the machine is quiet
 QUIET_PERCENT = 30.0  # of all cores
 
 PROGRAM = """
@@ -86,14 +85,12 @@ def _measure(path: Path, ranks: int, rounds: int) -> dict[str, float]:
             "up": _environ(kept),
         }
         rayrpc = [sys.executable, "-m", "rayrpc"]
-        _run([*rayrpc, "up", "--set", f"standby_workers={ranks}"], environs["up"])
+        _run([*rayrpc, "up"], environs["up"])
         try:
             for _ in range(rounds):
                 for column in COLUMNS:
                     command = [sys.executable] if column == "tensorpipe" else [*rayrpc, "run"]
-                    if column == "up":
-                        _wait_standing_by(ranks, kept)
-                    time.sleep(2.0)
+                    _wait_until_quiet()
                     times[column].append(_run([*command, str(path), str(ranks)], environs[column]))
         finally:
             _run([*rayrpc, "down"], environs["up"])
@@ -118,23 +115,13 @@ def _run(command: list[str], environ: dict[str, str]) -> float:
     return seconds
 
 
-def _wait_standing_by(count: int, folder: str) -> None:
-    """Wait until so many processes stand by on a folder's cluster, and the machine is quiet."""
+def _wait_until_quiet() -> None:
+    """Wait until what the program before has started has ended."""
     import psutil
 
-    deadline = time.monotonic() + SETTLE_SECONDS + SETTLE_RANK_SECONDS * count
-    while time.monotonic() < deadline:
-        found = []
-        for process in psutil.process_iter(["name"]):
-            if (process.info["name"] or "").startswith("ray::StandbyWo"):
-                try:
-                    if process.environ().get("RAY_TMPDIR") == folder:
-                        found.append(process.pid)
-                except psutil.Error:
-                    continue
-        if psutil.cpu_percent(1.0) < QUIET_PERCENT and len(found) >= count:
-            return
-    sys.exit(f"of {count} processes {len(found)} stand by")
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while psutil.cpu_percent(1.0) > QUIET_PERCENT and time.monotonic() < deadline:
+        pass
 
 
 if __name__ == "__main__":

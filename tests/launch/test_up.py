@@ -1,9 +1,10 @@
-"""`rayrpc up`: ranks in processes that had loaded torch before, until `rayrpc down`."""
+"""`rayrpc up`: a local cluster with torch loaded, until `rayrpc down`."""
 
 import os
 import re
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import psutil
@@ -49,61 +50,63 @@ def rayrpc_command(start, environ):
     return run
 
 
-def standing_by():
-    names = {each.pid: each.info["name"] or "" for each in psutil.process_iter(["name"])}
-    return {pid for pid, name in names.items() if name.startswith("ray::StandbyWo")}
+def ranks_of(run):
+    """Return the process ids of a program's two ranks."""
+
+    def found():
+        return {int(each) for each in re.findall(r"pid (\d+), threads", run.output)}
+
+    assert eventually(lambda: len(found()) == 2, 60), run.output
+    return found()
 
 
-def is_pool(process):
-    return "rayrpc.launch.standby_pool" in (process.info["cmdline"] or ())
+def have_ended(pids):
+    return eventually(lambda: not any(map(psutil.pid_exists, pids)), 10)
 
 
-def pids(output):
-    return {int(each) for each in re.findall(r"pid (\d+), threads", output)}
+def has_torch(pid):
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_ranks_run_in_processes_that_stand_by(start, script, environ, rayrpc_command):
+def test_the_workers_of_all_programs_are_forked_from_one_that_has_loaded_torch(
+    start, script, environ, rayrpc_command
+):
     status, text = rayrpc_command("down")
     assert status == 0 and "no local cluster is up" in text
-    before = standing_by()
-    status, text = rayrpc_command("up", "--set", "standby_workers=2")
-    assert status == 0 and "is up, with 2 processes" in text, text
+    status, text = rayrpc_command("up")
+    assert status == 0 and "is up; `rayrpc down`" in text, text
     try:
-        waiting = standing_by() - before
-        assert len(waiting) == 2
-        keeper = next(each for each in psutil.process_iter(["cmdline"]) if is_pool(each))
-        assert "libtorch" not in Path(f"/proc/{keeper.pid}/maps").read_text()
+        status, text = rayrpc_command("up")
+        assert status == 0 and "is up already" in text, text
         path = script(RANKS)
-        one = start("-m", "rayrpc", "run", path, **environ)
-        assert one.end(100) == 0 and "done" in one.output, one.output
-        assert pids(one.output) == waiting
+        loaders = set()
+        for threads in (None, None, "1"):
+            own = {**environ, "OMP_NUM_THREADS": threads, "WAITS": "1"}
+            one = start("-m", "rayrpc", "run", path, **own)
+            ranks = ranks_of(one)
+            (loader,) = {psutil.Process(pid).ppid() for pid in ranks}
+            assert has_torch(loader)
+            loaders.add(loader)
+            if threads:
+                assert one.output.count("threads 1") == 2, one.output
+            status, text = rayrpc_command("stack")
+            assert "rank0 waits in shutdown for rank1 (" in text and ", in main" in text, text
 
-        # others take their place; a program that needs torch loaded otherwise does not take these
-        assert eventually(lambda: len(standing_by() - before) == 2, 60)
-        waiting = standing_by() - before
-        one = start("-m", "rayrpc", "run", path, **{**environ, "OMP_NUM_THREADS": "1"})
-        assert one.end(100) == 0 and one.output.count("threads 1") == 2, one.output
-        assert not pids(one.output) & waiting and standing_by() - before == waiting
-
-        # they end with their program, however that ends
-        one = start("-m", "rayrpc", "run", path, **environ, WAITS="1")
-        assert eventually(lambda: pids(one.output) == waiting, 60), one.output
-        status, text = rayrpc_command("stack")
-        assert "rank0 waits in shutdown for rank1 (" in text and ", in main" in text, text
-        assert re.search(r"rank1 \([^)]*\), which is at .*script.py:\d+, in main", text), text
-
-        # other programs ask none of these, which may be stopped
-        stopped = min(waiting)
-        os.kill(stopped, signal.SIGSTOP)
-        try:
-            other = start("-m", "rayrpc", "run", path, **environ)
-            assert other.end(20) == 0 and not pids(other.output) & waiting, other.output
-            assert all(map(psutil.pid_exists, waiting))
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-        os.kill(one.process.pid, signal.SIGKILL)
-        assert eventually(lambda: not any(map(psutil.pid_exists, waiting)), 10)
+            # they end with their program, however that ends
+            os.kill(one.process.pid, signal.SIGKILL)
+            assert have_ended(ranks)
+        assert len(loaders) == 2  # by what torch reads when it is loaded
     finally:
         status, text = rayrpc_command("down")
     assert status == 0 and "is down" in text, text
-    assert eventually(lambda: standing_by() <= before)
+    assert have_ended(loaders)
+
+
+def test_a_cluster_that_is_kept_ends_when_none_uses_it(start, script, environ, rayrpc_command):
+    own = {**environ, "RAYRPC_IDLE_TIMEOUT": "4"}
+    begin = time.monotonic()
+    one = start("-m", "rayrpc", "up", **own)
+    assert one.end(100) == 0, one.output
+    (socket,) = Path(environ["RAY_TMPDIR"]).glob("rayrpc-*/cluster-*.sock")
+    assert eventually(lambda: not socket.exists(), 20)
+    assert time.monotonic() > begin + 4

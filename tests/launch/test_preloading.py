@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from rayrpc.launch import standby
-from rayrpc.launch.standby import Loaded
+from rayrpc.launch import preloading
+from rayrpc.launch.preloading import Loaded
 
 ENVIRON = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "RANK": "0", "PYTHONPATH": "/a"}
 
@@ -13,9 +13,9 @@ ENVIRON = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "RANK": "0", "PYTHONPATH": "/
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     (tmp_path / "launch").mkdir()
-    for name in ("__init__.py", "launch/standby.py"):
+    for name in ("__init__.py", "launch/preloading.py"):
         (tmp_path / name).write_text("")
-    monkeypatch.setattr(standby, "__file__", str(tmp_path / "launch" / "standby.py"))
+    monkeypatch.setattr(preloading, "__file__", str(tmp_path / "launch" / "preloading.py"))
     return tmp_path
 
 
