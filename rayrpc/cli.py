@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     stack.add_argument("worker", metavar="WORKER", nargs="?", help="show this one's code only")
     up = commands.add_parser(
         "up",
-        help="keep a local cluster, with processes for workers that have loaded torch",
-        description="Start a local cluster, with processes for workers that have loaded torch, so "
-        "that programs on it start faster. It ends by `rayrpc down`, or when no program has used "
-        "it for the setting idle_timeout. The setting standby_workers is how many processes.",
+        help="keep a local cluster between programs, with torch loaded for their workers",
+        description="Start a local cluster, and load torch for workers, so that programs on it "
+        "start faster. It ends by `rayrpc down`, or when no program has used it for the setting "
+        "idle_timeout.",
     )
     down = commands.add_parser(
         "down",
@@ -249,8 +249,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RpcError as exc:
         print(f"rayrpc: {exc}", file=sys.stderr)
         return 2
+    if not options.module and name != TORCHRUN:
+        from rayrpc.launch.ahead import start_for_script
+
+        start_for_script(name, settings)
     # here, because they load torch and Ray
     from rayrpc import compat
+    from rayrpc._transports.ray.cluster import shut_down_at_exit
     from rayrpc.launch.interrupt import exit_in_time
     from rayrpc.launch.output import show_stacks
     from rayrpc.launch.process import Shim
@@ -265,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RpcError as exc:
         print(f"rayrpc: {exc}", file=sys.stderr)
         return 1
+    shut_down_at_exit()
     Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
         is_module = options.module or name == TORCHRUN
