@@ -17,10 +17,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from rayrpc import config
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._transports.process_origin import count_ranks
-from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.errors import WorkerDiedError
 from rayrpc.launch import child_ranks
+from rayrpc.launch.ahead import connect_for_workers
 from rayrpc.launch.arguments import Arguments
 from rayrpc.launch.child_ranks import ChildContext
 from rayrpc.launch.hosted import Ended, HostedWorker
@@ -290,7 +290,7 @@ def _start(fn: Callable[..., object], args: tuple[Any, ...], nprocs: int) -> Ran
     settings = config.settings()
     program = Program.of_this_process(settings.working_dir)
     arguments = Arguments(fn, args, by_value=not (program.path or program.module))
-    connect(settings)
+    connect_for_workers(settings)
     wanted = {f"rank{rank}": settings.resources_for(f"rank{rank}") for rank in range(nprocs)}
     check_placeable(wanted)
     options = placed_options(wanted, settings.placement_strategy, settings.placement_timeout)

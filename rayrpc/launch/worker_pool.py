@@ -22,6 +22,7 @@ from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.ray.cluster import connect, through_client
 from rayrpc.config import WorkerResources
 from rayrpc.errors import PlacementError
+from rayrpc.launch.ahead import connect_for_workers
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import check_placeable, demands, placed_options, this_node
@@ -106,7 +107,7 @@ class WorkerPool:
 
     def __init__(self, here: bool = False, at_exit: Callable[[], None] | None = None) -> None:
         self._settings = config.settings()
-        connect(self._settings)
+        connect_for_workers(self._settings)
         if here and through_client():
             raise PlacementError(
                 "workers that share memory with this process must be on its node, but it is "

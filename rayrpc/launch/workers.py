@@ -17,9 +17,9 @@ from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._transports.ray.cluster import connect
 from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError, NotInitializedError
+from rayrpc.launch.ahead import connect_for_workers
 from rayrpc.launch.autoreload import follow_autoreload
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
@@ -233,7 +233,7 @@ def wanted_by(
         WorkerInfo(name, 0)  # checks it
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise GroupError(f"names must be unique, and {', '.join(map(repr, twice))} is there twice")
-    connect(settings)
+    connect_for_workers(settings)
     values: dict[str, Any] = dict(resources or {})
     given = None if resources is None else WorkerResources(**values)
     wanted = {name: given or settings.resources_for(name) for name in names}

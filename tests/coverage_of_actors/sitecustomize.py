@@ -5,12 +5,13 @@ coverage is measured). Coverage itself was started just before, by its own ``.pt
 packages are imported without tracing, which would take longer than the import. Ray's workers end
 by a signal that no handler sees, and run calls in threads that Ray started in C++: these are
 traced here, and from the first call on the data is saved every second. Ray's other processes run
-no code of rayrpc and are not traced.
+no code of rayrpc and are not traced. Workers are not forked here: Ray starts them.
 """
 
 import contextlib
 import functools
 import importlib.machinery
+import os
 import sys
 import threading
 import time
@@ -89,6 +90,8 @@ def _start() -> None:
         sys.meta_path.insert(0, _Untraced)
         renew_locks_in_children()
     scripts = [argument for argument in sys.orig_argv if argument.endswith(".py")]
+    if current is not None and scripts and scripts[0].endswith("start_worker.py"):
+        os.environ.pop("RAYRPC_INTERNAL_FORK_SERVER", None)  # forked, it would not be measured
     if current is None or not scripts or "-packages/ray/" not in scripts[0]:
         return
     if scripts[0].endswith("default_worker.py"):

@@ -133,10 +133,11 @@ def start_ahead(settings: Settings) -> Path | None:
     _check_local(settings)
     path = local_file(settings, ".sock")
     with locked(path.with_suffix(".lock")):
-        lease = _open_or_start(path, settings)
-        if lease is None:
-            return None
-        _ahead[path] = lease
+        if path not in _ahead:
+            lease = _open_or_start(path, settings)
+            if lease is None:
+                return None
+            _ahead[path] = lease
     return path.with_suffix(FORKS)
 
 
