@@ -262,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayrpc.launch.program import OUR_FILES, run_as_main, run_module_as_main
     from rayrpc.launch.spawning import start_processes
 
+    shut_down_at_exit()
     try:
         if options.trace:
             from rayrpc.launch.run_trace import trace_run
@@ -270,7 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RpcError as exc:
         print(f"rayrpc: {exc}", file=sys.stderr)
         return 1
-    shut_down_at_exit()
     Shim(settings.to_dict(), compat.install, start_processes).enter()
     try:
         is_module = options.module or name == TORCHRUN

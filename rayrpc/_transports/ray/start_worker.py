@@ -1,7 +1,7 @@
 """Start a worker process of Ray: the program that the raylet runs in place of Ray's own.
 
-Run as ``python start_worker.py ARGUMENT...``, with what Ray gives its ``setup_worker.py``, it asks
-the fork server (``fork_server.py``) for a process that goes on as the worker, and ends.  What only
+Run as ``python start_worker.py ARGUMENT...``, with what Ray gives its own program, it asks the fork
+server (``fork_server.py``) for a process that goes on as the worker, and ends.  What only
 a new interpreter can do, and all that the fork server does not confirm, it leaves to Ray's own
 program, which takes its place.
 
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """Start a worker process.
 
     Args:
-        arguments: the command line of Ray's ``setup_worker.py``.
+        arguments: those of Ray's own program.
     """
     path = os.environ.get(SERVER)
     request = request_of(arguments) if path else None
@@ -56,7 +56,7 @@ def request_of(arguments: list[str]) -> tuple[dict[str, str], dict[str, Any]] | 
     """Return what a forked process needs to become the worker.
 
     Args:
-        arguments: the command line of Ray's ``setup_worker.py``.
+        arguments: those of Ray's own program.
 
     Returns:
         Its cluster and job, and the rest; None: it needs an interpreter of its own.
