@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 
 from rayrpc._transports.ray.node_start import adapt_start, start_monitors
-from rayrpc._transports.ray.worker_forks import forked_workers
+from rayrpc._transports.ray.worker_forks import FORKS, forked_workers
 
 __all__ = ["main"]
 
@@ -148,13 +148,18 @@ class LocalCluster:
         return "unknown"
 
     def _remove_socket(self) -> bool:
-        """Remove the socket's file; return False if a client is just connecting."""
+        """Remove the sockets' files, before another cluster may have its own there.
+
+        Returns:
+            False if a client is just connecting.
+        """
         try:
             with self._lock_path.open("w") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._selector.select(0):
                     return False
-                self._path.unlink(missing_ok=True)
+                for path in (self._path, self._path.with_suffix(FORKS)):
+                    path.unlink(missing_ok=True)
                 return True
         except FileNotFoundError:  # no client finds it without its folder
             return True
@@ -170,7 +175,7 @@ def main(arguments: list[str]) -> None:
             and whether Ray's dashboard runs (0 or 1).
     """
     path, namespace, num_cpus, dashboard = arguments
-    with forked_workers(Path(path).with_suffix(".forks")) as server:
+    with forked_workers(Path(path).with_suffix(FORKS)) as server:
         cluster = LocalCluster(Path(path))
         done = threading.Thread(target=cluster.run)
         done.start()

@@ -26,6 +26,7 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.notices import noticed
 from rayrpc._transports.ray import auth_token
 from rayrpc._transports.ray.start_worker import SERVER
+from rayrpc._transports.ray.worker_forks import FORKS
 from rayrpc.config import Settings
 from rayrpc.errors import ClusterError
 
@@ -36,7 +37,6 @@ __all__ = [
     "keep",
     "local_file",
     "locked",
-    "on_local_cluster",
     "other_local_clusters",
     "own_folder",
     "release",
@@ -49,7 +49,6 @@ LOOK_SECONDS = 1.0  # for the answer of a local cluster that runs already
 READY = "ready "  # how that begins; the address follows
 KEEP, RELEASE = "keep", "release"  # what a client may tell; seconds follow the first
 NEWS = "new"  # the answer, unless it was so before
-FORKS = ".forks"  # ends the name of the fork server's socket
 
 # Of a local cluster's folder: a socket's path may have 107 bytes, and Ray has some deep below it.
 MAX_FOLDER_LENGTH = 107 - len(
@@ -131,6 +130,7 @@ def start_ahead(settings: Settings) -> Path | None:
     if address not in (None, "local"):
         return None
     _check_local(settings)
+    auth_token.make_private()
     path = local_file(settings, ".sock")
     with locked(path.with_suffix(".lock")):
         if path not in _ahead:
@@ -198,11 +198,6 @@ def local_file(settings: Settings, suffix: str) -> Path:
         # one for this program and its children, which inherit the environment
         identity += "-" + os.environ.setdefault("RAYRPC_INTERNAL_LOCAL", str(os.getpid()))
     return own_folder() / f"cluster-{identity}{suffix}"
-
-
-def on_local_cluster() -> bool:
-    """Tell whether this process is connected to a local cluster."""
-    return _lease is not None
 
 
 def fork_server() -> Path | None:

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from rayrpc._transports.ray import fork_server, start_worker
 
-__all__ = ["Load", "forked_workers", "load", "loaded"]
+__all__ = ["FORKS", "Load", "forked_workers", "load", "loaded"]
+
+#: ends the name of the socket of a local cluster's fork server
+FORKS = ".forks"
 
 END_SECONDS = 10.0
 REQUEST_SECONDS = 5.0
@@ -37,8 +40,8 @@ def forked_workers(path: Path) -> Iterator[int]:
     """Have the nodes of Ray that this process starts from now on fork their workers.
 
     Args:
-        path (Path): of the fork server's UNIX socket.  It ends with the block, when the nodes have
-            to have ended.
+        path (Path): of the fork server's UNIX socket, which the caller removes.  The fork server
+            ends with the block, when the nodes have to have ended.
 
     Yields:
         The process id of the fork server.
@@ -66,7 +69,6 @@ def _serve(path: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield server
     finally:
-        path.unlink(missing_ok=True)
         assert server.stdin is not None
         server.stdin.close()
         try:

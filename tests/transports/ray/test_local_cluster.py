@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, eventually, python_path
 from limits import no_descriptors
 
-from rayrpc._transports.ray import local_cluster
+from rayrpc._transports.ray import local_cluster, worker_forks
 from rayrpc._transports.ray.local_cluster import LocalCluster
 
 WAIT_SECONDS = 60.0
@@ -86,7 +86,7 @@ from pathlib import Path
 import psutil
 from ray._private import node
 
-from rayrpc._transports.ray import local_cluster
+from rayrpc._transports.ray import local_cluster, worker_forks
 
 start = node.Node.__init__
 failures = [bool(int(starts)) for starts in sys.argv[1]]
@@ -155,3 +155,18 @@ def test_a_cluster_that_is_kept_for_a_time_ends_then(cluster):
     begin = time.monotonic()
     assert eventually(lambda: not cluster._path.exists(), WAIT_SECONDS)
     assert time.monotonic() > begin + 0.2
+
+
+@pytest.mark.process
+def test_a_cluster_that_ends_leaves_the_fork_server_of_the_next_one_alone(tmp_path, monkeypatch):
+    """Ray takes seconds to end, when another cluster may have started."""
+    monkeypatch.setattr(worker_forks, "LIGHT", ())
+    forks = tmp_path / "c.forks"
+    with worker_forks.forked_workers(forks):
+        cluster = LocalCluster(tmp_path / "c.sock")
+        assert cluster._remove_socket()
+        assert not forks.exists()
+        cluster._selector.close()
+        cluster._listener.close()
+        forks.touch()  # the next one's
+    assert forks.exists()
