@@ -2,6 +2,7 @@
 
 import os
 import sys
+import uuid
 from pathlib import Path
 
 import ray
@@ -21,12 +22,17 @@ def _functions():
 
     def describe_task():
         """Return the same of a task that a worker starts."""
-        return ray.get(ray.remote(num_cpus=0)(describe).remote(), timeout=100)
+        return ray.get(fresh(describe).remote(), timeout=100)
 
-    return describe, describe_task
+    def fresh(function):
+        """Return a task that no process runs which has run others."""
+        environ = {"env_vars": {"FRESH": uuid.uuid4().hex}}
+        return ray.remote(num_cpus=0)(function).options(runtime_env=environ)
+
+    return describe, describe_task, fresh
 
 
-describe, describe_task = _functions()
+describe, describe_task, fresh = _functions()
 
 
 def has_torch(pid):
@@ -42,7 +48,7 @@ def test_workers_are_forked_from_one_that_has_loaded_torch(workers):
 
 
 def test_their_tasks_and_those_of_the_program_find_what_they_find_under_ray(workers):
-    loaded, parent, threads = ray.get(ray.remote(num_cpus=0)(describe).remote(), timeout=WAIT)
+    loaded, parent, threads = ray.get(fresh(describe).remote(), timeout=WAIT)
     assert not loaded and not has_torch(parent) and threads == "1"
     assert rpc.rpc_sync("bob", describe_task) == (False, parent, "1")
 
@@ -64,5 +70,4 @@ def test_what_python_reads_at_its_start_gets_a_process_of_its_own(ray_cluster):
     options = ray.remote(num_cpus=0)(lambda: (hash("a"), os.getppid())).options(runtime_env=environ)
     first, second = ray.get([options.remote(), options.remote()], timeout=WAIT)
     assert first[0] == second[0] != hash("a")
-    plain = ray.remote(num_cpus=0)(lambda: os.getppid())
-    assert ray.get(plain.remote(), timeout=WAIT) != first[1]
+    assert ray.get(fresh(lambda: os.getppid()).remote(), timeout=WAIT) != first[1]
