@@ -46,6 +46,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # others may use the memory of this machine
+    "RAY_prestart_worker_first_driver": "0",  # as local clusters have it
     "RAY_worker_maximum_startup_concurrency": "2",
     # at Ray's own 15 its workers starve beside any other process of the machine
     "RAY_worker_niceness": "0",
