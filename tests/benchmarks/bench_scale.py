@@ -1,10 +1,14 @@
 """Measure groups of many workers: on one node beside TensorPipe, and over eight hosts.
 
-    python tests/benchmarks/bench_scale.py [--workers 2 8 32] [--columns tensorpipe,rayrpc,hosts]
+    python tests/benchmarks/bench_scale.py [--workers 2 8 32] [--columns tensorpipe,run,up,hosts]
 
-One program, whose ranks ``torch.multiprocessing.spawn`` starts: torch's RPC runs it by ``python``,
-rayrpc by ``rayrpc run``; in the column ``hosts`` over eight hosts, which are network namespaces of
-this machine (by root, on Linux).  Both take turns.  Ray's cluster runs before the clock starts.
+One program, whose ranks ``torch.multiprocessing.spawn`` starts; the columns take turns:
+
+tensorpipe  ``python``: torch's own RPC
+run         ``rayrpc run``, which starts a local cluster
+up          ``rayrpc run`` on the cluster that ``rayrpc up`` keeps
+hosts       ``rayrpc run`` on a cluster of eight hosts, which are network namespaces of this machine
+            (by root, on Linux); it runs before the clock starts
 
 up          seconds from the start of the program until all ranks are through ``init_rpc``
 p50 first   microseconds of a call between two ranks, before others have called
@@ -38,7 +42,7 @@ sys.path += [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "hosts")]
 HOSTS = 8
 PORT = "29640"
 SECONDS = 400.0  # that a program may take
-COLUMNS = ("tensorpipe", "rayrpc", "hosts")
+COLUMNS = ("tensorpipe", "run", "up", "hosts")
 FIGURES = (
     "up",
     "p50 first",
@@ -142,6 +146,11 @@ def _command(program: str, count: int, column: str, hosts: Any) -> list[str]:
     return command if hosts is None else hosts.command(1, *command)
 
 
+def _rayrpc(command: str, environ: dict[str, str]) -> None:
+    command_line = [sys.executable, "-m", "rayrpc", command]
+    subprocess.run(command_line, env=environ, check=True, timeout=SECONDS)
+
+
 @contextlib.contextmanager
 def _clusters(columns: list[str]) -> Iterator[dict[str, tuple[Any, dict[str, str]]]]:
     """Start what the columns need; yield hosts and environment by column."""
@@ -155,12 +164,14 @@ def _clusters(columns: list[str]) -> Iterator[dict[str, tuple[Any, dict[str, str
     }
     made: dict[str, tuple[Any, dict[str, str]]] = {"tensorpipe": (None, environ)}
     with contextlib.ExitStack() as stack:
-        if "rayrpc" in columns:
-            from ray.cluster_utils import Cluster
-
-            cluster = Cluster(True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-            stack.callback(cluster.shutdown)
-            made["rayrpc"] = None, {**environ, "RAY_ADDRESS": cluster.address}
+        for column in ("run", "up"):
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="rb-", ignore_cleanup_errors=True)
+            )
+            made[column] = None, {**environ, "RAY_TMPDIR": folder}
+        if "up" in columns:
+            stack.callback(_rayrpc, "down", made["up"][1])
+            _rayrpc("up", made["up"][1])
         if "hosts" in columns:
             from host_cluster import cluster_of_hosts
 

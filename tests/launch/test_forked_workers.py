@@ -6,7 +6,6 @@ import uuid
 from pathlib import Path
 
 import ray
-import torch
 
 import rayrpc as rpc
 
@@ -37,14 +36,6 @@ describe, describe_task, fresh = _functions()
 
 def has_torch(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_workers_are_forked_from_one_that_has_loaded_torch(workers):
-    told = {name: rpc.rpc_sync(name, describe) for name in workers}
-    loaders = {parent for _, parent, _ in told.values()}
-    assert all(loaded for loaded, _, _ in told.values())
-    assert len(loaders) == 1 and has_torch(*loaders)
-    assert rpc.rpc_sync("alice", torch.get_num_threads) == torch.get_num_threads()
 
 
 def test_their_tasks_and_those_of_the_program_find_what_they_find_under_ray(workers):

@@ -100,9 +100,10 @@ def waits():
 def test_values_of_streams_are_not_logged_as_they_wait_for_those_before_them(pair, caplog):
     a, b, slow = pair
 
-    stream = open_stream(a.agent, b.name, waits, None, None, 8, 0)
     future = a.future(b, answers_later)
-    assert eventually(lambda: later and b.agent.callee.active == 9)
+    assert eventually(lambda: later)  # before the stream keeps the slot
+    stream = open_stream(a.agent, b.name, waits, None, None, 8, 0)
+    assert eventually(lambda: b.agent.callee.active == 9)
     (message,) = logged(caplog, slow, 1)
     assert "answers_later" in message
     go.set()
