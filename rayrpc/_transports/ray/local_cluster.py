@@ -46,7 +46,7 @@ PAUSE_SECONDS = 0.1
 # Ray gives its processes 30 s to start, which a busy machine may exceed.
 START_ATTEMPTS = 3
 # After which a cluster has monitors: by then, a program has started its workers, or has ended.
-MONITORS_SECONDS = 10.0
+MONITORS_SECONDS = 30.0
 # How long the system may take to end killed processes.
 END_SECONDS = 10.0
 
