@@ -1,24 +1,18 @@
-"""What workers have loaded when their processes start, on a cluster that forks them.
-
-A process that has loaded torch is of use to a program with the same ``Loaded``: with the same
-environment, as far as torch reads it when it is loaded, and the same code of torch and rayrpc.
-"""
+"""What workers have loaded when their processes start, on a cluster that forks them."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 from rayrpc._transports.ray import worker_forks
 from rayrpc._transports.ray.cluster import through_client
 from rayrpc._transports.ray.local_lease import fork_server
 
-__all__ = ["Loaded", "load_torch", "torch_loaded"]
+__all__ = ["load_torch", "needed", "torch_loaded"]
 
 # How the names of variables begin that torch, and what it loads, read at that time.
 _READ_AT_LOAD = (
@@ -39,30 +33,6 @@ _MODULES = ("torch", "rayrpc.startup", "rayrpc._transports.direct.transport")
 _LATER = ("torch.distributed.optim",)
 
 
-class Loaded(NamedTuple):
-    """What a process that has loaded torch has in it.
-
-    Args:
-        environ (dict): the part of the environment that was read then.
-        torch (str): its version.
-        package (str): the folder of rayrpc.
-        changed (float): when a file of it was changed last, in seconds of the system's clock.
-    """
-
-    environ: dict[str, str]
-    torch: str
-    package: str
-    changed: float
-
-    @staticmethod
-    def now(environ: Mapping[str, str]) -> Loaded:
-        """Return what a process with an environment would load now."""
-        package = Path(__file__).parents[1]
-        changed = max(path.stat().st_mtime for path in package.rglob("*.py"))
-        read = {name: environ[name] for name in environ if name.startswith(_READ_AT_LOAD)}
-        return Loaded(read, metadata.version("torch"), str(package), changed)
-
-
 @contextlib.contextmanager
 def torch_loaded(environ: Mapping[str, str]) -> Iterator[None]:
     """Have workers that start within the block find torch loaded, where their cluster forks them.
@@ -77,7 +47,7 @@ def torch_loaded(environ: Mapping[str, str]) -> Iterator[None]:
         yield
         return
     context = ray.get_runtime_context()
-    with worker_forks.loaded(path, _load(environ), context.gcs_address, context.get_job_id()):
+    with worker_forks.loaded(path, needed(environ), context.gcs_address, context.get_job_id()):
         yield
 
 
@@ -92,14 +62,29 @@ def load_torch(path: Path, environ: Mapping[str, str], seconds: float = 0.0) -> 
     Returns:
         Whether it is.
     """
-    return worker_forks.load(path, _load(environ), seconds)
+    return worker_forks.load(path, needed(environ), seconds)
 
 
-def _load(environ: Mapping[str, str]) -> worker_forks.Load:
-    now = Loaded.now(environ)
-    files = {"rayrpc": os.path.join(now.package, "__init__.py")}
+def needed(environ: Mapping[str, str]) -> worker_forks.Load:
+    """Return what the workers of a program need loaded.
+
+    A process that has loaded it is of use to a program that needs the same: with the same
+    environment, as far as torch reads it when it is loaded, and the same code of torch and rayrpc.
+
+    Args:
+        environ (Mapping[str, str]): of the workers' program.
+    """
+    package = Path(__file__).parents[1]
+    changed = max(path.stat().st_mtime for path in package.rglob("*.py"))
+    files = {"rayrpc": str(package / "__init__.py")}
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin is not None:
         files["torch"] = torch.origin
-    version = f"{now.torch} {now.changed}"
-    return worker_forks.Load(_MODULES, _LATER, files, version, now.environ, _READ_AT_LOAD)
+    return worker_forks.Load(
+        modules=_MODULES,
+        later=_LATER,
+        files=files,
+        version=f"{metadata.version('torch')} {changed}",
+        environ={name: environ[name] for name in environ if name.startswith(_READ_AT_LOAD)},
+        read=_READ_AT_LOAD,
+    )

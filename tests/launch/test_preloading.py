@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rayrpc.launch import preloading
-from rayrpc.launch.preloading import Loaded
+from rayrpc.launch.preloading import needed
 
 ENVIRON = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "RANK": "0", "PYTHONPATH": "/a"}
 
@@ -20,19 +20,20 @@ def package(tmp_path, monkeypatch):
 
 
 def test_variables_that_torch_reads_when_it_is_loaded_count(package):
-    loaded = Loaded.now(ENVIRON)
+    loaded = needed(ENVIRON)
     assert loaded.environ == {"OMP_NUM_THREADS": "2"}
-    assert Loaded.now({**ENVIRON, "RANK": "1", "PYTHONPATH": "/b"}) == loaded
+    assert needed({**ENVIRON, "RANK": "1", "PYTHONPATH": "/b"}) == loaded
     for other in ({"OMP_NUM_THREADS": "1"}, {"MKL_NUM_THREADS": "2"}, {"TORCH_LOGS": "all"}):
-        assert Loaded.now({**ENVIRON, **other}) != loaded
+        assert needed({**ENVIRON, **other}) != loaded
 
 
 def test_the_code_of_rayrpc_counts(package, monkeypatch):
-    loaded = Loaded.now(ENVIRON)
-    assert Loaded.now(ENVIRON) == loaded
-    os.utime(package / "__init__.py", (1e9, loaded.changed + 1))
-    assert Loaded.now(ENVIRON) != loaded
-    os.utime(package / "__init__.py", (1e9, loaded.changed))
-    assert Loaded.now(ENVIRON) == loaded
+    loaded = needed(ENVIRON)
+    assert needed(ENVIRON) == loaded
+    changed = max(path.stat().st_mtime for path in package.rglob("*.py"))
+    os.utime(package / "__init__.py", (1e9, changed + 1))
+    assert needed(ENVIRON) != loaded
+    os.utime(package / "__init__.py", (1e9, changed))
+    assert needed(ENVIRON) == loaded
     monkeypatch.undo()
-    assert Loaded.now(ENVIRON).package != loaded.package
+    assert needed(ENVIRON).files["rayrpc"] != loaded.files["rayrpc"]

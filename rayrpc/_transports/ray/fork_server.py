@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["ForkServer", "Order", "main"]
+__all__ = ["ForkServer", "Request", "main"]
 
 HEADER = struct.Struct("!II")  # as in start_worker
 REQUEST_SECONDS = 5.0  # for a request to arrive
@@ -44,7 +44,7 @@ MAX_LOADERS = 4
 IDLE_SECONDS = 1.0  # after which a loader loads what may be of use
 
 
-class Order(NamedTuple):
+class Request(NamedTuple):
     """A request.
 
     Args:
@@ -60,20 +60,20 @@ class Order(NamedTuple):
     wanted: dict[str, Any]
 
     @staticmethod
-    def read(connection: socket.socket) -> Order:
+    def read(connection: socket.socket) -> Request:
         """Return what a client asks for."""
         connection.settimeout(REQUEST_SECONDS)
         header, descriptors, _, _ = socket.recv_fds(connection, HEADER.size, 3)
-        order = Order(connection, list(descriptors), 0, {})
+        request = Request(connection, list(descriptors), 0, {})
         try:
             if len(header) != HEADER.size:
                 raise ValueError("not a request of start_worker")
             first, rest = HEADER.unpack(header)
             if len(descriptors) != (3 if rest else 0):
                 raise ValueError("a request without the descriptors of a worker")
-            return order._replace(length=rest, wanted=json.loads(_receive(connection, first)))
+            return request._replace(length=rest, wanted=json.loads(_receive(connection, first)))
         except BaseException:
-            order.close()
+            request.close()
             raise
 
     def send(self, to: socket.socket) -> None:
@@ -82,14 +82,14 @@ class Order(NamedTuple):
         socket.send_fds(to, [HEADER.pack(0, self.length)], descriptors)
 
     @staticmethod
-    def receive(pair: socket.socket) -> Order | None:
+    def receive(pair: socket.socket) -> Request | None:
         """Return what the fork server hands over next; None: it has ended."""
         header, descriptors, _, _ = socket.recv_fds(pair, HEADER.size, 4)
         if not header:
             return None
         connection = socket.socket(fileno=descriptors[0])
         connection.settimeout(REQUEST_SECONDS)
-        return Order(connection, list(descriptors[1:]), HEADER.unpack(header)[1], {})
+        return Request(connection, list(descriptors[1:]), HEADER.unpack(header)[1], {})
 
     def confirm(self) -> None:
         """Tell the client that it has what it asked for."""
@@ -105,15 +105,15 @@ class Order(NamedTuple):
     def become(self) -> None:
         """Be the worker, in a process that was forked for it."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        request = json.loads(_receive(self.connection, self.length))
+        worker = json.loads(_receive(self.connection, self.length))
         for target, descriptor in enumerate(self.descriptors):
             os.dup2(descriptor, target)
             os.close(descriptor)
-        _enter(request)
+        _enter(worker)
         _renew_secrets()
         self.connection.sendall(b"1")  # fails if nobody waits any more
         self.connection.close()
-        command = request["command"]
+        command = worker["command"]
         sys.argv[:] = command
         sys.orig_argv[:] = [sys.executable, *command]
         sys.path.insert(0, os.path.dirname(command[0]))
@@ -130,27 +130,27 @@ def _receive(connection: socket.socket, length: int) -> bytes:
     return data
 
 
-def _enter(request: dict[str, Any]) -> None:
+def _enter(worker: dict[str, Any]) -> None:
     """Take over what a process inherits from the raylet."""
     os.environ.clear()
-    os.environ.update(request["environ"])
-    os.chdir(request["cwd"])
-    if request["leads_group"]:
+    os.environ.update(worker["environ"])
+    os.chdir(worker["cwd"])
+    if worker["leads_group"]:
         os.setpgid(0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(request["oom_score_adj"])
+        file.write(worker["oom_score_adj"])
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
-    for name, limit in request["limits"].items():
+        os.setpriority(os.PRIO_PROCESS, 0, worker["nice"])
+    for name, limit in worker["limits"].items():
         number = getattr(resource, name)
         if resource.getrlimit(number) != tuple(limit):
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(number, tuple(limit))
-    if signal.SIGINT not in request["ignored"]:
+    if signal.SIGINT not in worker["ignored"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in request["ignored"]:
+    for number in worker["ignored"]:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, worker["blocked"])
 
 
 def _renew_secrets() -> None:
@@ -200,30 +200,30 @@ class ForkServer:
 
     def _accept(self) -> Callable[[], None] | None:
         """Serve one request; return as ``run``."""
-        order = child = None
+        request = child = None
         try:
             connection, _ = self._listener.accept()
-            order = Order.read(connection)
-            if "cluster" in order.wanted and "load" in order.wanted:
-                self._needs[connection] = order.wanted
-                order.confirm()
+            request = Request.read(connection)
+            if "cluster" in request.wanted and "load" in request.wanted:
+                self._needs[connection] = request.wanted
+                request.confirm()
                 return None
-            pair, child = self._loader(order)
+            pair, child = self._loader(request)
             if pair is not None:
-                order.send(pair)
-            elif child is None and order.descriptors and os.fork() == 0:
+                request.send(pair)
+            elif child is None and request.descriptors and os.fork() == 0:
                 self._close()
-                return order.become
+                return request.become
         except Exception as exc:  # Ray starts that worker
             print(f"a request failed: {exc!r}", file=sys.stderr, flush=True)
             time.sleep(PAUSE_SECONDS)
-        if order is not None:
-            order.close()
+        if request is not None:
+            request.close()
         return child
 
-    def _loader(self, order: Order) -> tuple[socket.socket | None, Callable[[], None] | None]:
+    def _loader(self, request: Request) -> tuple[socket.socket | None, Callable[[], None] | None]:
         """Return the connection to a loader, if one is to serve; and in a new one what to do."""
-        load = order.wanted.get("load") or self._need(order.wanted)
+        load = request.wanted.get("load") or self._need(request.wanted)
         what = json.dumps(load, sort_keys=True)
         if load is None or what in self._failed:
             return None, None
@@ -278,15 +278,15 @@ def _run_loader(pair: socket.socket, what: dict[str, Any]) -> None:
             with contextlib.suppress(Exception):  # not each torch has all
                 _load([later.pop(0)])
             continue
-        order = Order.receive(pair)
-        if order is None:
+        request = Request.receive(pair)
+        if request is None:
             return
-        if not order.descriptors:
-            order.confirm()
+        if not request.descriptors:
+            request.confirm()
         elif os.fork() == 0:
             pair.close()
-            return order.become()
-        order.close()
+            return request.become()
+        request.close()
 
 
 def _load(modules: list[str]) -> None:

@@ -33,7 +33,14 @@ import psutil
 from rayrpc._transports.ray.node_start import adapt_start, start_monitors
 from rayrpc._transports.ray.worker_forks import FORKS, forked_workers
 
-__all__ = ["main"]
+__all__ = ["KEEP", "LocalCluster", "NEWS", "READY", "RELEASE", "main"]
+
+#: how the answer begins that a cluster runs; its address follows
+READY = "ready "
+#: what a client may send; seconds follow the first
+KEEP, RELEASE = "keep", "release"
+#: the answer to these, unless it was so before
+NEWS = "new"
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +146,12 @@ class LocalCluster:
         """Do what a client tells; return the answer."""
         before = self._kept
         match words:
-            case ["keep", seconds]:
+            case [word, seconds] if word == KEEP:
                 self._kept = float(seconds)
-                return "new" if before is None else "old"
-            case ["release"]:
+                return NEWS if before is None else "old"
+            case [word] if word == RELEASE:
                 self._kept = None
-                return "old" if before is None else "new"
+                return "old" if before is None else NEWS
         return "unknown"
 
     def _remove_socket(self) -> bool:
@@ -220,7 +227,7 @@ def _start_ray(
                 continue
             cluster.announce(f"failed {type(exc).__name__}: {' '.join(str(exc).split())}")
         else:
-            cluster.announce(f"ready {ray.get_runtime_context().gcs_address}")
+            cluster.announce(f"{READY}{ray.get_runtime_context().gcs_address}")
         return
 
 

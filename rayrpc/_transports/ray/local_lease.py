@@ -25,6 +25,7 @@ from pathlib import Path
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.notices import noticed
 from rayrpc._transports.ray import auth_token
+from rayrpc._transports.ray.local_cluster import KEEP, NEWS, READY, RELEASE
 from rayrpc._transports.ray.start_worker import SERVER
 from rayrpc._transports.ray.worker_forks import FORKS
 from rayrpc.config import Settings
@@ -46,9 +47,6 @@ __all__ = [
 START_SECONDS = 120.0  # a busy machine takes many times what a quiet one does
 CONNECT_RETRY_SECONDS = 0.02
 LOOK_SECONDS = 1.0  # for the answer of a local cluster that runs already
-READY = "ready "  # how that begins; the address follows
-KEEP, RELEASE = "keep", "release"  # what a client may tell; seconds follow the first
-NEWS = "new"  # the answer, unless it was so before
 
 # Of a local cluster's folder: a socket's path may have 107 bytes, and Ray has some deep below it.
 MAX_FOLDER_LENGTH = 107 - len(
@@ -63,11 +61,10 @@ _ahead: dict[Path, socket.socket] = {}  # of clusters that were started ahead, b
 
 def join_local(settings: Settings, starts: bool) -> str:
     """Take a lease of the local cluster, started if there is none; return its address."""
-    if starts:
-        _check_local(settings)
-    auth_token.make_private()
+    global _lease
     with noticed("the local Ray cluster to start; `rayrpc up` keeps one that runs"):
-        return _take_lease(settings, starts)
+        _lease, address = _take(settings, starts)
+    return address
 
 
 def _check_local(settings: Settings) -> None:
@@ -89,14 +86,11 @@ def _check_local(settings: Settings) -> None:
         ) from None
 
 
-def _take_lease(settings: Settings, starts: bool) -> str:
-    global _lease
-    _lease, address = _take(settings, starts)
-    return address
-
-
 def _take(settings: Settings, starts: bool) -> tuple[socket.socket, str]:
     """Return a lease, and the address of its cluster."""
+    if starts:
+        _check_local(settings)
+    auth_token.make_private()
     path = local_file(settings, ".sock")
     log = path.with_suffix(".log")
     with locked(path.with_suffix(".lock")):
@@ -154,8 +148,6 @@ def keep(settings: Settings, seconds: float) -> tuple[bool, Path]:
     Raises:
         ClusterError: it could not be started.
     """
-    _check_local(settings)
-    auth_token.make_private()
     with noticed("the local Ray cluster to start"):
         lease, _ = _take(settings, starts=True)
     with lease:

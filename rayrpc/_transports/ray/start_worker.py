@@ -1,9 +1,9 @@
 """Start a worker process of Ray: the program that the raylet runs in place of Ray's own.
 
 Run as ``python start_worker.py ARGUMENT...``, with what Ray gives its own program, it asks the fork
-server (``fork_server.py``) for a process that goes on as the worker, and ends.  What only
-a new interpreter can do, and all that the fork server does not confirm, it leaves to Ray's own
-program, which takes its place.
+server (``fork_server.py``) for a process that goes on as the worker, and ends.  What only a new
+interpreter can do, and all that the fork server does not confirm, it leaves to Ray's own program,
+which takes its place.
 
 It is run by its path, for each worker, so it imports little, and nothing of rayrpc.
 """
@@ -21,7 +21,7 @@ import struct
 import sys
 from typing import Any
 
-__all__ = ["HEADER", "SERVER", "limits", "main", "request_of"]
+__all__ = ["HEADER", "SERVER", "main"]
 
 #: the variable with the path of the fork server's socket
 SERVER = "RAYRPC_INTERNAL_FORK_SERVER"
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         arguments: those of Ray's own program.
     """
     path = os.environ.get(SERVER)
-    request = request_of(arguments) if path else None
+    request = _request_of(arguments) if path else None
     if request is None or not _ask(path or "", *request):
         spec = importlib.util.find_spec("ray")
         assert spec is not None and spec.submodule_search_locations is not None
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, program, *arguments])
 
 
-def request_of(arguments: list[str]) -> tuple[dict[str, str], dict[str, Any]] | None:
+def _request_of(arguments: list[str]) -> tuple[dict[str, str], dict[str, Any]] | None:
     """Return what a forked process needs to become the worker.
 
     Args:
@@ -94,7 +94,7 @@ def request_of(arguments: list[str]) -> tuple[dict[str, str], dict[str, Any]] | 
         "leads_group": os.getpgrp() == os.getpid(),
         "oom_score_adj": oom_score_adj,
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "limits": limits(),
+        "limits": _limits(),
         "ignored": [
             int(each)
             for each in signal.valid_signals()
@@ -105,7 +105,7 @@ def request_of(arguments: list[str]) -> tuple[dict[str, str], dict[str, Any]] | 
     }
 
 
-def limits() -> dict[str, tuple[int, int]]:
+def _limits() -> dict[str, tuple[int, int]]:
     """Return the resource limits of this process."""
     names = [name for name in vars(resource) if name.startswith("RLIMIT_")]
     return {name: resource.getrlimit(getattr(resource, name)) for name in names}
