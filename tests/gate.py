@@ -79,10 +79,11 @@ def run_all(arguments: list[str], which: str) -> tuple[Report, Report]:
         try:
             for thread in threads:
                 thread.join()
-        finally:  # Ctrl-C, or SIGTERM
-            stop()
+        except BaseException:  # Ctrl-C, or SIGTERM
+            stop()  # for good: failed tests would get no second chance
             for thread in threads:
                 thread.join()
+            raise
     return units, others
 
 

@@ -216,6 +216,12 @@ def test_a_test_that_fails_twice_fails(run, capsys):
     assert printed.splitlines()[-1] == "1 passed, 1 failed, 0 skipped"
 
 
+def test_there_are_second_chances_after_the_run_of_all(run, monkeypatch):
+    monkeypatch.setattr(gate, "run_tests", lambda *_, **__: Report())
+    gate.run_all([], "")
+    assert run(PASSES).error == ""
+
+
 def test_strict_gives_no_second_chance(run, capsys):
     assert conclude(run, FAILS_ONCE, strict=True) == 1
     assert "once more" not in capsys.readouterr().out
