@@ -72,6 +72,8 @@ class Callee:
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
         self.around: list[Callable[[Invocation], AbstractContextManager[Any]]] = []
+        #: errors of users' functions are printed here, too, as torch does
+        self.prints_errors = True
         self._before_reply: BeforeReply | None = None
 
     def before_reply(self, task: BeforeReply) -> None:
@@ -427,7 +429,7 @@ class Callee:
             shares_main = self._worker.members.shares_main(frame.src)
             return self._worker.codec.encode(kind, frame.src, shares_main).data
 
-        return describe(error, self._me, encode)
+        return describe(error, self._me, encode, self.prints_errors)
 
     def _error(
         self, frame: Frame, error: BaseException, remote: RemoteException | None = None

@@ -99,7 +99,7 @@ class Caller:
     @guarded(InterruptingCalls.make_and_drop)
     def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
         """Run a function on a worker and return its value; ``timeout`` is in seconds."""
-        hooks = self._hooks_for_this_call()
+        hooks = self._hooks_for("sync")
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
             release_reader()
@@ -109,7 +109,7 @@ class Caller:
     @guarded(InterruptingCalls.make_and_drop)
     def start(self, to: Member, invocation: Invocation, timeout: float | None) -> StartedCall:
         """Run a function on a worker; return the call, to be waited for or abandoned."""
-        hooks = self._hooks_for_this_call()
+        hooks = self._hooks_for("sync")
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
             release_reader()
@@ -143,7 +143,7 @@ class Caller:
         self, to: Member, invocation: Invocation, timeout: float | None, mode: str = "async"
     ) -> Any:
         """Run a function on a worker and return a Future of its value."""
-        hooks = self._hooks_for_this_call()
+        hooks = self._hooks_for(mode)
         if not hooks:
             future: Any = Future()
             payload = self._encode(to, invocation)
@@ -170,7 +170,7 @@ class Caller:
     def remote(self, to: Member, invocation: Invocation, timeout: float | None) -> Handle:
         """Run a function on a worker, which keeps the value; return the RRef."""
         call = self._outgoing("remote", to, invocation)
-        func, hooks = invocation.func, self._hooks_for_this_call()
+        func, hooks = invocation.func, self._hooks_for("remote")
         with all_of([hook.before_send(call) for hook in hooks]):
             # encode first: an argument that cannot be sent must not leave an RRef behind
             payload = self._encode(to, call.invocation)
@@ -204,7 +204,7 @@ class Caller:
                 the owner must not find the RRef deleted.
             timeout: in seconds; None: none.
         """
-        hooks = self._hooks_for_this_call()
+        hooks = self._hooks_for("fetch")
         call = meta = None
         if hooks:
             call = self._outgoing("fetch", to, NOTHING)
@@ -250,8 +250,9 @@ class Caller:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _hooks_for_this_call(self) -> list[Hook]:
-        return [hook for hook in self._hooks if hook.wants()] if self._hooks else []
+    def _hooks_for(self, mode: str) -> list[Hook]:
+        """Return the hooks that take part in a call which this thread makes now."""
+        return [hook for hook in self._hooks if hook.wants() and mode in hook.modes]
 
     def _outgoing(self, mode: str, to: Member, invocation: Invocation) -> OutgoingCall:
         return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, invocation)

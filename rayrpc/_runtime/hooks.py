@@ -88,6 +88,8 @@ class Hook:
     needs_future = False
     #: what it ``wants`` depends on the thread that makes a call
     of_thread = False
+    #: it takes part in calls that are made in one of these ways
+    modes = frozenset({"sync", "async", "remote", "fetch"})
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """Note that the worker with this id left or died."""
@@ -100,7 +102,7 @@ class Hook:
         return {}
 
     def wants(self) -> bool:
-        """Tell whether this hook takes part in the calls that this thread makes now."""
+        """Tell whether this hook takes part in calls that this thread makes now, of its modes."""
         return True
 
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:

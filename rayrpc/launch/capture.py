@@ -45,6 +45,7 @@ from typing import NoReturn
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event, Notifier
 from rayrpc._observe.stacks import python_stacks
+from rayrpc.launch.cell_marks import CellWriter
 
 __all__ = [
     "CHILD_SECONDS",
@@ -82,12 +83,13 @@ class Capture:
     Args:
         address (str): path of the collector's socket.
         name (str): of the worker.
+        marks_cells (bool): mark for which cell of a notebook each text is.
 
     Raises:
         OSError: the collector cannot be reached; stdout and stderr are as before.
     """
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, marks_cells: bool = False) -> None:
         self._name = name
         self._main = threading.get_ident()
         self._lock = threading.Lock()
@@ -117,7 +119,7 @@ class Capture:
                 os.close(fd)
             raise
         self._socket.settimeout(None)
-        self._redirect([write_end for _, write_end in pipes])
+        self._redirect([write_end for _, write_end in pipes], marks_cells)
         # PyDLL keeps the GIL: to give it up takes longer than this call does
         self._poll = ctypes.PyDLL(None).poll
         self._polled = (_PollFd * 2)(*[_PollFd(end, select.POLLIN, 0) for end, _ in pipes])
@@ -139,14 +141,15 @@ class Capture:
 
         os._exit = note_and_leave
 
-    def _redirect(self, write_ends: list[int]) -> None:
+    def _redirect(self, write_ends: list[int], marks_cells: bool) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._saved = {fd: os.dup(fd) for fd in (1, 2)}
         for fd, write_end in zip((1, 2), write_ends, strict=True):
             os.dup2(write_end, fd)
             os.close(write_end)
-        sys.stdout, sys.stderr = _writer(1), _writer(2)
+        writer = CellWriter if marks_cells else _writer
+        sys.stdout, sys.stderr = writer(1), writer(2)
         self._flush_out, self._flush_err = sys.stdout.flush, sys.stderr.flush
         # line by line, as in a terminal; C code's buffer would else be lost when the process ends
         libc = ctypes.CDLL(None)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["BEGIN", "Display", "END", "HOLD_OFF", "STACKS_SHOWN", "STATUS", "Text"]
+__all__ = ["BEGIN", "Display", "END", "HOLD_OFF", "STACKS_SHOWN", "STATUS", "Text", "write"]
 
 # In place of text:
 HOLD_OFF = None  # show the unfinished line
@@ -50,14 +50,14 @@ class Display:
 
     Args:
         prefixes (dict[str, str]): by worker; none: "".
-        write (Callable): takes 1 or 2, and a text; default: this process's stdout and stderr.
+        write_text (Callable): takes 1 or 2, and a text; default: this process's stdout and stderr.
     """
 
     def __init__(
-        self, prefixes: Mapping[str, str], write: Callable[[int, str], None] | None = None
+        self, prefixes: Mapping[str, str], write_text: Callable[[int, str], None] | None = None
     ) -> None:
         self._prefixes = prefixes
-        self._write = write or _write
+        self._write = write_text or write
         self._streams: dict[tuple[str, int], _Stream] = {}
         # by descriptor of this process
         self._open: dict[int, _Stream | None] = {1: None, 2: None}  # whose line is unfinished
@@ -150,7 +150,8 @@ class Display:
         return shown
 
 
-def _write(fd: int, text: str) -> None:
+def write(fd: int, text: str) -> None:
+    """Write a text to this process's stdout (``fd`` is 1) or stderr (2)."""
     stream = sys.stdout if fd == 1 else sys.stderr
     try:
         try:

@@ -188,12 +188,12 @@ class HostedWorker:
             if self._capture is not None:
                 self._capture.close()
 
-    def _start_capture(self, collector: str | None) -> None:
+    def _start_capture(self, collector: str | None, marks_cells: bool = False) -> None:
         # not in __init__: after that, Ray writes marks for its own log files
         if collector is None:
             return
         try:
-            self._capture = Capture(collector, self._label)
+            self._capture = Capture(collector, self._label, marks_cells)
         except OSError as exc:
             logger.warning(
                 "worker %r cannot reach the collector of output at %s (%s): what it prints is in "
@@ -215,6 +215,7 @@ class HostedWorker:
         is_detached: bool = False,
         restarts: int = 0,
         is_held: bool = False,
+        marks_cells: bool = False,
     ) -> None:
         """Join a dynamic group, and serve its calls.
 
@@ -225,8 +226,9 @@ class HostedWorker:
             is_detached (bool): the worker outlives its program; a local cluster then stays, too.
             restarts (int): how often it is started again if it dies; -1: always.
             is_held (bool): calls wait until its slots are released.
+            marks_cells (bool): see ``Capture``.
         """
-        self._start_capture(collector)
+        self._start_capture(collector, marks_cells)
         self._enter_folder(archive)
         if is_detached:
             hold_local_cluster()
@@ -243,6 +245,10 @@ class HostedWorker:
         if self._capture is not None:
             capture = self._capture
             agent.callee.before_reply(lambda *_: capture.sync())
+            if marks_cells:
+                from rayrpc.launch.cell_hook import follow_cells_of_calls
+
+                follow_cells_of_calls(agent)
 
     @ray.method(concurrency_group="main")
     def leave_group(self) -> None:

@@ -21,9 +21,11 @@ from rayrpc.config import WorkerResources
 from rayrpc.errors import GroupError, NotInitializedError
 from rayrpc.launch.ahead import connect_for_workers
 from rayrpc.launch.autoreload import follow_autoreload
+from rayrpc.launch.cell_hook import follow_cells_here
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.lifetime import Lifetime
+from rayrpc.launch.notebook import has_kernel
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
@@ -369,8 +371,10 @@ def start_into(
     try:
         addresses: Mapping[str, str] = {}
         if not lifetime.detached:
-            output = Output(actors, settings, prefixed=True)
+            output = Output(actors, settings, prefixed=True, by_cell=has_kernel())
             addresses = output.addresses
+            if output.marks_cells:
+                follow_cells_here(agent)
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
             [
@@ -378,6 +382,7 @@ def start_into(
                     *(name, method, addresses.get(name), folder, lifetime.detached),
                     restarts=lifetime.max_restarts,
                     is_held=lifetime.on_start is not None,
+                    marks_cells=output is not None and output.marks_cells,
                 )
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]

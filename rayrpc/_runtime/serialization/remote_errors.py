@@ -55,17 +55,20 @@ class RemoteException(NamedTuple):
 
 
 def describe(
-    error: BaseException, worker: WorkerInfo, encode: Callable[[Any], bytes]
+    error: BaseException,
+    worker: WorkerInfo,
+    encode: Callable[[Any], bytes],
+    is_printed: bool = True,
 ) -> RemoteException:
     """Describe an error that a function raised on ``worker``.
 
-    The text is also printed to this worker's stderr.  Frames of this package are left out; see
-    ``_folded``.
+    Frames of this package are left out; see ``_folded``.
 
     Args:
         error: the exception.
         worker: this worker.
         encode: pickles a type for the caller.
+        is_printed: the text is also printed to this worker's stderr.
     """
     # the error's class may raise anything, SystemExit included, which must not hide the error
     try:
@@ -73,8 +76,9 @@ def describe(
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
     text = f"On {worker}:\n{text_of(error, repr)}\n{trace}"
-    with contextlib.suppress(BaseException):
-        print(text, file=sys.stderr)
+    if is_printed:
+        with contextlib.suppress(BaseException):
+            print(text, file=sys.stderr)
     return described_as(text, error, encode)
 
 
