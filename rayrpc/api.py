@@ -281,6 +281,7 @@ def rpc_sync(
 
     Source: ``torch.distributed.rpc.rpc_sync``.
     """
+    __tracebackhide__ = True
     agent = _initialized()
     return agent.caller.sync(
         agent.lookup(to, timeout), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)

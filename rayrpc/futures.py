@@ -155,6 +155,7 @@ def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args:
 
 def _await(self: Any) -> Generator[Any, None, Any]:
     """Wait for the value in a coroutine: ``await future``."""
+    __tracebackhide__ = True
     if not self.done():
         loop = asyncio.get_running_loop()
         done = loop.create_future()
@@ -207,6 +208,7 @@ def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(wait)
     def wait_until_done(self: Any) -> Any:
+        __tracebackhide__ = True
         if threading.current_thread() is threading.main_thread() and not self.done():
             done = threading.Lock()
             done.acquire()

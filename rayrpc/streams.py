@@ -149,6 +149,7 @@ class Stream(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        __tracebackhide__ = True
         with _Alone(self._iterating):
             deadline = Deadline(self._timeout)
             while not self._is_next(future := self._awaited()):
@@ -222,6 +223,7 @@ class Stream(Generic[T]):
         Args:
             future: of the next value; None: there is none.
         """
+        __tracebackhide__ = True
         if self._rref is None:  # it has ended, perhaps just now by another thread
             error, self._error = self._error, None
             if error is not None:

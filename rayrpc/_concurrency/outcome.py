@@ -161,6 +161,7 @@ def _forget(outcome: Outcome[Any]) -> None:
 
 
 def _raise_fresh(outcome: Error, error: BaseException, value: Any) -> Any:
+    __tracebackhide__ = True
     outcome.is_known = True
     if value is error:
         raise fresh(error)

@@ -99,6 +99,7 @@ class Caller:
     @guarded(InterruptingCalls.make_and_drop)
     def sync(self, to: Member, invocation: Invocation, timeout: float | None) -> Any:
         """Run a function on a worker and return its value; ``timeout`` is in seconds."""
+        __tracebackhide__ = True
         hooks = self._hooks_for("sync")
         if any(hook.needs_future for hook in hooks):
             future = self.future(to, invocation, timeout, "sync")
@@ -204,6 +205,7 @@ class Caller:
                 the owner must not find the RRef deleted.
             timeout: in seconds; None: none.
         """
+        __tracebackhide__ = True
         hooks = self._hooks_for("fetch")
         call = meta = None
         if hooks:
@@ -292,6 +294,7 @@ class Caller:
     # -- calls that a thread waits for --------------------------------------------------------
 
     def _post_and_wait(self, request: Request, frame: Frame) -> Any:
+        __tracebackhide__ = True
         try:
             return self._wait(request, self._post(request, frame))
         except BaseException:  # an interrupt may come between the two
@@ -325,6 +328,7 @@ class Caller:
         self, request: Request, pending: Pending, unwanted: Callable[[], bool] | None = None
     ) -> Any:
         """Return the value of a call; see ``StartedCall``."""
+        __tracebackhide__ = True
         taken: set[int] = set()
         request.thread = threading.get_ident()
         try:
@@ -425,6 +429,7 @@ class Caller:
 
     def _open_reply(self, request: Request, reply: Frame, taken: set[int] | None = None) -> Any:
         """Return the value of a call, or raise its error; see ``Codec.decode`` for ``taken``."""
+        __tracebackhide__ = True
         worker = self._worker
         if reply.control or reply.ack:
             self._take_control(request.to, reply)

@@ -141,6 +141,7 @@ def guarded(
     def decorate(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T]:
         @functools.wraps(method)
         def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            __tracebackhide__ = True
             if (_here.calls or _collector) and _is_interrupting():
                 return instead(self.interrupting, functools.partial(method, self), *args, **kwargs)
             outer = _here.calls

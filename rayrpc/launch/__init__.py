@@ -22,6 +22,8 @@ The files, in the order in which ``rayrpc run`` meets them:
   ``lifetime``: how long they live; ``restarts``: those that are started again when they die;
   ``detached``: those that outlive their program, and ``rayrpc stop``; ``autoreload``: edited
   modules of a notebook.
+- ``cell_hook``: calls of a notebook carry the cell that made them; ``cell_marks``: so does what
+  they print, which ``notebook`` shows there.
 - ``worker_pool``: workers for one object, in a group of their own beside this process's.
 - ``task_workers``: workers for the tasks of ``rayrpc.jit.fork``.
 

@@ -136,6 +136,7 @@ class RRef(Generic[T]):
             WorkerDiedError: the owner is gone.
             Exception: what the creating call raised.
         """
+        __tracebackhide__ = True
         if self._cell is not None:
             to_seconds(timeout)
             return self.local_value()

@@ -48,9 +48,11 @@ class RRefProxy(Generic[R]):
 
 
 def _call_method(proxy: RRefProxy[Any], func_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    __tracebackhide__ = True
     rref, rpc_api, timeout = proxy.rref, proxy.rpc_api, proxy.rpc_timeout
 
     def call(kind: type) -> Any:
+        __tracebackhide__ = True
         target = _target(kind, func_name)
         return rpc_api(rref.owner(), target, args=(rref, func_name, args, kwargs), timeout=timeout)
 

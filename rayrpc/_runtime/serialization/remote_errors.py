@@ -191,6 +191,8 @@ def _also_runtime_error(kind: Any) -> Any:
         "__reduce__": _reduce,
         "_remote_type": kind,
     }
+    if kind.__str__ is KeyError.__str__:  # it shows the repr of a text
+        names["__str__"] = RuntimeError.__str__
     try:
         return type(kind)(kind.__name__, (kind, RuntimeError), names)
     except Exception:  # the class refuses to be inherited from

@@ -179,6 +179,17 @@ def test_errors_of_calls_are_runtime_errors_too(kind):
     assert describe(error, HERE, pickle.dumps).type_data == pickle.dumps(kind)
 
 
+def test_a_key_error_of_a_call_shows_its_lines_as_torchs_runtime_error_does():
+    remote = RemoteException("On alice:\nthe text", pickle.dumps(KeyError), "KeyError", {})
+    assert str(rebuild(remote, keeps_type=False)) == "On alice:\nthe text"
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_an_error_is_printed_unless_its_caller_shows_it(capsys, is_printed):
+    describe(ValueError("wrong"), HERE, pickle.dumps, is_printed)
+    assert ("ValueError('wrong')" in capsys.readouterr().err) == is_printed
+
+
 @pytest.mark.parametrize("kind", [ValueError, TypeError, UnicodeError, RuntimeError])
 def test_value_errors_and_type_errors_of_calls_are_no_runtime_errors(kind):
     remote = RemoteException("the text", pickle.dumps(kind), kind.__name__, {})
