@@ -312,6 +312,8 @@ class TestConnect:
             del there
             made.rpc_sync("rank0", end)
             assert ray.get(tasks, timeout=WAIT) == [["rank0", "rank1"]] * 2
+            # until the news is here, a call says that the worker has ended, which is true, too
+            assert eventually(lambda: not made.workers())
             with pytest.raises(errors.WorkerDiedError, match="left the group"):
                 made.rpc_sync("rank1", max, args=(1, 2))
         finally:
