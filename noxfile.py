@@ -1,6 +1,7 @@
 """Test the oldest, the usual and the newest versions that rayrpc supports: ``make matrix``.
 
-One more session, ``libraries``, tests what comes with Ray's own libraries: Data, Train, jobs.
+Two more sessions: ``libraries`` tests what comes with Ray's own libraries: Data, Train, jobs;
+``browser`` tests a notebook in JupyterLab, where there is a Chromium with its driver.
 Each session has an environment of its own; one that cannot be installed is skipped, with the
 reason.  pip's settings apply: ``PIP_INDEX_URL`` may name torch's index of CPU builds, which are
 much smaller.
@@ -18,6 +19,7 @@ VERSIONS = {
     "usual": ("3.11", ["-c", "constraints.txt", "torch", "ray[client]"]),
     "newest": ("3.12", ["torch==2.15.*", "ray[client]"]),
     "libraries": ("3.11", ["-c", "constraints.txt", "torch", "ray[data,default,train]"]),
+    "browser": ("3.11", ["-c", "constraints.txt", "torch", ".[examples,notebook]", "selenium"]),
 }
 TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "trustme"]
 # Ray's own, as errors
@@ -30,7 +32,10 @@ SUITES = [
     ["tests/test_autograd.py", "tests/autograd", "tests/test_optim.py", "tests/test_nn.py"],
     ["tests/test_jit.py", "tests/jit"],
 ]
-LIBRARIES = [["tests/test_ray_libraries.py"]]
+SUITES_OF = {
+    "libraries": [["tests/test_ray_libraries.py"]],
+    "browser": [["tests/test_jupyterlab.py"]],
+}
 
 
 def _add(name: str, python: str, packages: list[str]) -> None:
@@ -42,7 +47,7 @@ def _add(name: str, python: str, packages: list[str]) -> None:
         except CommandFailed as exc:
             session.skip(f"pip cannot install {' '.join(packages)}: {exc}")
         ignored = [word for each in WARNINGS.get(name, []) for word in ("-W", each)]
-        for suite in LIBRARIES if name == "libraries" else SUITES:
+        for suite in SUITES_OF.get(name, SUITES):
             session.run("python", "-m", "pytest", "-q", *ignored, *suite, *session.posargs)
 
 

@@ -147,10 +147,9 @@ def outputs(browser):
 
 def run_cell(browser):
     """Run the cell that has the focus, which goes on to the next one; do not wait."""
-    from selenium.webdriver import ActionChains, Keys
-
-    action = ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT)
-    action.perform()
+    webdriver = pytest.importorskip("selenium.webdriver")
+    shift, enter = webdriver.Keys.SHIFT, webdriver.Keys.ENTER
+    webdriver.ActionChains(browser).key_down(shift).send_keys(enter).key_up(shift).perform()
 
 
 def test_cells_show_what_their_calls_print_and_raise(server, browser):

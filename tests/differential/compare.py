@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import outcome
+import observed
 import probe
 import rank
 import yaml
@@ -115,7 +115,7 @@ def compare(probes: list[probe.Probe], accepted: dict[str, str], verbose: bool) 
     unused = set(accepted)
     for each in probes:
         one, other = torchs[each.name], ours[each.name]
-        agrees = outcome.agree(one, other, each.words)
+        agrees = observed.agree(one, other, each.words)
         reasons = [start for start in accepted if each.name.startswith(start)]
         agreeing += agrees
         bad += not agrees and not reasons

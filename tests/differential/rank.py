@@ -37,14 +37,14 @@ def load() -> dict[str, Probe]:
 
 def run(probe: Probe, output: str) -> None:
     """Run a probe, and add its outcome to the file ``output``."""
-    import outcome
+    import observed
 
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     result: Any
     try:
-        result = outcome.describe(probe.run())
+        result = observed.describe(probe.run())
     except BaseException as exc:
-        result = outcome.describe_error(exc)
+        result = observed.describe_error(exc)
     faulthandler.cancel_dump_traceback_later()
     with open(output, "a") as file:
         file.write(json.dumps([probe.name, result]) + "\n")
