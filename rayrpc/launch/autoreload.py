@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from rayrpc._runtime import current
+from rayrpc.launch.notebook import ipython_shell
 from rayrpc.reloading import reload_on_workers
 
 __all__ = ["follow_autoreload"]
@@ -17,8 +18,7 @@ __all__ = ["follow_autoreload"]
 
 def follow_autoreload() -> None:
     """Have the default group's workers follow ``%autoreload``, if this is IPython; idempotent."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = ipython_shell()
     if shell is not None and not hasattr(shell, _FOLLOWER):
         setattr(shell, _FOLLOWER, Follower(shell))
 

@@ -19,7 +19,7 @@ from typing import Any
 from rayrpc.launch.cell_marks import Splitter
 from rayrpc.launch.display import END, Display, Text, write
 
-__all__ = ["NotebookDisplay", "cell_here", "has_kernel", "shown_in"]
+__all__ = ["NotebookDisplay", "cell_here", "has_kernel", "ipython_shell", "shown_in"]
 
 _kernel_id = uuid.uuid4().hex[:8]  # other notebooks may call the same workers
 _numbers = itertools.count(1)
@@ -27,11 +27,15 @@ _cells: dict[str, str] = {}  # by id of the request
 _headers: dict[str, dict[str, Any]] = {}  # of the request, by cell
 
 
+def ipython_shell() -> Any:
+    """Return the InteractiveShell of IPython; None: this process has none."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
 def has_kernel() -> bool:
     """Tell whether this process is the kernel of a notebook."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return getattr(ipython_shell(), "kernel", None) is not None
 
 
 def cell_here() -> str:

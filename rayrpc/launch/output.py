@@ -8,7 +8,6 @@ worker's process        its node                            driver
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import os
 import threading
 import time
@@ -28,7 +27,7 @@ from rayrpc.launch.collector import Collector
 from rayrpc.launch.display import BEGIN, END, STACKS_SHOWN, STATUS, Display, Text
 from rayrpc.launch.line_prefixes import line_prefixes
 from rayrpc.launch.log_files import LogFiles
-from rayrpc.launch.notebook import NotebookDisplay
+from rayrpc.launch.notebook import NotebookDisplay, has_kernel
 from rayrpc.launch.output_relay import CONCURRENCY_GROUPS, OutputRelay
 from rayrpc.launch.placement import this_node
 
@@ -49,15 +48,10 @@ class Output:
         actors (dict[str, ActorHandle]): by worker.
         settings (Settings): say what is shown, how, and what is kept.
         prefixed (bool): lines have prefixes, unless the settings say otherwise.
-        by_cell (bool): a text is shown in the cell of this notebook that it is for.
     """
 
     def __init__(
-        self,
-        actors: Mapping[str, ActorHandle[Any]],
-        settings: Settings,
-        prefixed: bool = False,
-        by_cell: bool = False,
+        self, actors: Mapping[str, ActorHandle[Any]], settings: Settings, prefixed: bool = False
     ) -> None:
         self._display: Display | NotebookDisplay | None = None
         self._files = LogFiles(settings.log_dir) if settings.log_dir else None
@@ -79,13 +73,13 @@ class Output:
             prefixes = {}
             if settings.log_to_terminal:
                 prefixes = line_prefixes(_hosts_of(nodes), settings, prefixed)
-                self._display = NotebookDisplay(prefixes) if by_cell else Display(prefixes)
+                self._display = NotebookDisplay(prefixes) if has_kernel() else Display(prefixes)
             self._open(nodes, by_line=bool(prefixes))
             _opened.add(self)
 
     @property
-    def marks_cells(self) -> bool:
-        """Whether workers mark for which cell each text is."""
+    def takes_marks(self) -> bool:
+        """Whether workers may mark for which cell each text is."""
         return isinstance(self._display, NotebookDisplay)
 
     def _open(self, nodes: Mapping[str, str], by_line: bool) -> None:
@@ -129,8 +123,7 @@ class Output:
             if isinstance(self._display, NotebookDisplay):
                 texts = self._display.show(texts)
             elif self._display is not None:
-                # in an empty context, a notebook shows them in the cell that runs
-                contextvars.Context().run(self._display.show, texts)
+                self._display.show(texts)
             if self._files is not None:
                 self._files.write(texts)
         with self._lock:

@@ -25,7 +25,6 @@ from rayrpc.launch.cell_hook import follow_cells_here
 from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.lifetime import Lifetime
-from rayrpc.launch.notebook import has_kernel
 from rayrpc.launch.output import Output
 from rayrpc.launch.placement import (
     check_placeable,
@@ -371,9 +370,9 @@ def start_into(
     try:
         addresses: Mapping[str, str] = {}
         if not lifetime.detached:
-            output = Output(actors, settings, prefixed=True, by_cell=has_kernel())
+            output = Output(actors, settings, prefixed=True)
             addresses = output.addresses
-            if output.marks_cells:
+            if output.takes_marks:
                 follow_cells_here(agent)
         folders = send_folder(program, settings, list(actors.values()))
         ray.get(
@@ -382,7 +381,7 @@ def start_into(
                     *(name, method, addresses.get(name), folder, lifetime.detached),
                     restarts=lifetime.max_restarts,
                     is_held=lifetime.on_start is not None,
-                    marks_cells=output is not None and output.marks_cells,
+                    marks_cells=output is not None and output.takes_marks,
                 )
                 for (name, actor), folder in zip(actors.items(), folders, strict=True)
             ]

@@ -1,8 +1,10 @@
 """Marks of cells in what a worker prints."""
 
 import os
+import threading
 
 import pytest
+from conftest import TIMEOUT, run_in_threads
 
 from rayrpc.launch.cell_marks import CellWriter, Splitter, calling_cell, within_cell
 from rayrpc.launch.display import END, HOLD_OFF, Text
@@ -106,3 +108,33 @@ def test_workers_and_descriptors_have_marks_of_their_own():
     ]
     cells = [(cell, text.data) for cell, text in splitter.split(texts) if text.data is not None]
     assert cells == [("k.1", b"one"), ("", b"error"), ("", b"other"), ("k.1", b"more")]
+
+
+@pytest.mark.usefixtures("quick_switches")
+def test_threads_that_print_at_once_print_for_their_own_cells(written):
+    writer, read = written
+    printed = bytearray()
+    count = 300
+
+    def collect():
+        while not printed.endswith(b"last\n"):
+            printed.extend(read())
+
+    def say(name):
+        for number in range(count):
+            with within_cell(name):
+                writer.write(f"{name} {number}\n")
+
+    reader = threading.Thread(target=collect)
+    reader.start()
+    names = ["k.1", "k.2", "k.3", ""]
+    run_in_threads(say, [(name,) for name in names], TIMEOUT)
+    print("last", file=writer)
+    reader.join(TIMEOUT)
+    shown = dict.fromkeys(names, b"")
+    for cell, data in split(bytes(printed)):
+        shown[cell] += data or b""
+    shown[""] = shown[""].removesuffix(b"last\n")
+    for name in names:  # a stream of Python's may turn the order where threads write to it
+        expected = [f"{name} {number}" for number in range(count)]
+        assert sorted(shown[name].decode().splitlines()) == sorted(expected)

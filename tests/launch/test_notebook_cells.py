@@ -13,7 +13,7 @@ pytest.importorskip("ipykernel")
 
 CELLS = {
     "start": """
-import ctypes, os, sys, time
+import os, sys, time
 import rayrpc as rpc
 workers = rpc.start_workers(["a", "b"])
 
