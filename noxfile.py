@@ -19,7 +19,7 @@ VERSIONS = {
     "usual": ("3.11", ["-c", "constraints.txt", "torch", "ray[client]"]),
     "newest": ("3.12", ["torch==2.15.*", "ray[client]"]),
     "libraries": ("3.11", ["-c", "constraints.txt", "torch", "ray[data,default,train]"]),
-    "browser": ("3.11", ["-c", "constraints.txt", "torch", ".[examples,notebook]", "selenium"]),
+    "browser": ("3.11", ["-c", "constraints.txt", "torch", "jupyterlab", "selenium", "tqdm"]),
 }
 TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "trustme"]
 # Ray's own, as errors
