@@ -7,6 +7,7 @@ In the order in which a worker meets them:
     auth_token        Ray's authentication by token: the user's token, clusters that require one
     local_cluster     the process that starts and ends a local cluster
     node_start        starts Ray's nodes there in less time
+    start_daemon      is the program that runs Ray's daemons there, beside JupyterLab
     worker_forks      has their workers forked: by ``fork_server``, a process that has loaded what
                       they need, which ``start_worker`` asks in the place of Ray's program
     forked_children   the children that a connected process forks, without a client of Ray
