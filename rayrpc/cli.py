@@ -188,7 +188,7 @@ def _show(options: argparse.Namespace, settings: config.Settings) -> int:
     Raises:
         ClusterError: no cluster can be reached.
     """
-    from rayrpc.launch.looking import elsewhere, look  # loads Ray
+    from rayrpc.launch.looking import elsewhere, look, rays_commands  # loads Ray
 
     with contextlib.suppress(KeyboardInterrupt):
         if options.json:
@@ -199,8 +199,9 @@ def _show(options: argparse.Namespace, settings: config.Settings) -> int:
             print("\n\n".join(group.stacks(options.worker) for group in groups) or NO_GROUP)
         else:
             _show_status(lambda: look(settings, False), options.watch)
+            print(f"\n{rays_commands()}")
         if not options.json and (others := elsewhere(settings)):
-            print(f"\n{others}")
+            print(others)
     return 0
 
 

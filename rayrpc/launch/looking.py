@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 
+import ray
+
 from rayrpc._observe.group_status import GroupStatus
 from rayrpc._transports.ray.cluster import connect
 from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups
 from rayrpc._transports.ray.local_lease import other_local_clusters
 from rayrpc.config import Settings
 
-__all__ = ["elsewhere", "look"]
+__all__ = ["elsewhere", "look", "rays_commands"]
 
 
 def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[GroupStatus]:
@@ -27,6 +29,16 @@ def look(settings: Settings, with_stacks: bool, seconds: float = 5.0) -> list[Gr
     connect(settings, starts=False)
     what = b"stacks" if with_stacks else b""
     return [_status(group) for group in ask_groups(what, seconds)]
+
+
+def rays_commands() -> str:
+    """Return a line that says how Ray's own commands find the cluster that ``look`` has found.
+
+    Those of Ray's state API, such as ``ray list actors``, need the setting ``dashboard``, too.
+    """
+    address = f"RAY_ADDRESS={ray.get_runtime_context().gcs_address}"
+    mode = os.environ.get("RAY_AUTH_MODE")
+    return f"Ray's own status: {address}{f' RAY_AUTH_MODE={mode}' if mode else ''} ray status"
 
 
 def elsewhere(settings: Settings) -> str:

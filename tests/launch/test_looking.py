@@ -89,6 +89,18 @@ def test_three_ranks_that_wait_in_a_circle_are_seen_from_outside(start, script, 
     _, text = rayrpc_command("status", **environ)
     assert "3 workers, started by user " in text and "script.py" in text
     assert text.count("hosted") == 3 and "rank0 -> rank1  train_step" in text and circle in text
+    environ |= {"RAY_AUTH_MODE": None}  # as in another terminal
+    _, text = rayrpc_command("status", **environ)
+    (line,) = (line for line in text.splitlines() if line.startswith("Ray's own status: "))
+    *variables, command, subcommand = line.partition(": ")[2].split()
+    assert (command, subcommand) == ("ray", "status") and "RAY_AUTH_MODE=token" in variables
+    one = start(
+        *("-m", "ray.scripts.scripts", "status"),
+        **environ | dict(variable.split("=") for variable in variables),
+    )
+    assert one.end() == 0, one.output
+    # the cluster's monitor, which reports it, starts later
+    assert "object_store_memory" in one.output or "No cluster status" in one.output
 
     status, text = rayrpc_command("status", "--json", **environ)
     (group,) = json.loads(text)
