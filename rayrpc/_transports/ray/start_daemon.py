@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: the path of its program, and the program's own arguments.
     """
-    sys.modules[LEFT_OUT] = None  # type: ignore[assignment] - its import fails
+    sys.modules[LEFT_OUT] = None  # type: ignore[assignment]  # its import fails
     sys.argv = arguments
     sys.path[0] = os.path.dirname(arguments[0])
     runpy.run_path(arguments[0], run_name="__main__")
