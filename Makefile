@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-fast test-hosts coverage soak simulate compliance matrix bench \
-  lint imports format typecheck clean distclean
+  docs lint imports format typecheck package clean distclean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -76,6 +76,14 @@ bench: install ## Time calls, whole programs, and training
 	$(PY) tests/benchmarks/bench_programs.py --output build/bench $(ARGS)
 	$(PY) tests/benchmarks/bench_training.py --output build/bench $(ARGS)
 
+docs: install ## Build the site into build/docs, the tutorials executed; ARGS go to Sphinx
+	DOCS_EXECUTE=1 $(PY) -m sphinx -W --keep-going -b html $(ARGS) docs build/docs/html
+
+package: install ## Build the wheel and the sdist into dist/, and check what is in them
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+
 lint: install ## Check style, format, imports and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -92,7 +100,7 @@ typecheck: install ## Check the types
 	$(PY) -m mypy
 
 clean: ## Remove build outputs and caches
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis examples/output
+	rm -rf build dist docs/reference/commands.md docs/tutorials/*.ipynb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis examples/output
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## ... and .venv

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "imports.md"
+PAGE = ROOT / "docs" / "design" / "imports.md"
 
 Graph = dict[str, set[str]]
 

@@ -1,4 +1,4 @@
-"""The errors of rayrpc, one tree.
+"""The errors of rayrpc, one tree::
 
     RpcError (a RuntimeError, as torch's RPC errors are)
     ├── ConfigError (and ValueError)        a setting is unknown or has a wrong value

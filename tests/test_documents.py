@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from project_urls import local_path
 
 ROOT = Path(__file__).resolve().parents[1]
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
@@ -15,6 +16,7 @@ DOCUMENTS = [
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+MAX_README_BYTES = 6 * 1024
 META = ROOT / "tests" / "test_meta.py"
 
 # Paths that documents name and that a clone does not have.
@@ -28,7 +30,8 @@ FOLDERS = ("configs", "docs", "examples", "notebooks", "rayrpc", "tests")
 MAX_ARCHITECTURE_BYTES = 8192
 HEADINGS = ["Context", "Choice", "Measured", "Price", "Reversed by"]  # of a decision
 
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```([^`\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INCLUDED = re.compile(r"```\{include\} (\S+)\n```\s*")  # all of a page of the site
 FILE = re.compile(r"[\w.-]*(?:/[\w.-]+)*/?[\w-]+\.(?:ipynb|json|md|png|py|toml|txt|ya?ml)\b")
 DOTTED = re.compile(r"\b(?:rayrpc|rpc)(?:\.\w+)+")
 LAYERS = re.compile(r"`[\w. ]+`(?:\s*→\s*`[\w. ]+`)+")
@@ -94,7 +97,7 @@ def name_exists(name: str) -> bool:
 
 def names_in(text: str) -> Iterator[str]:
     """Yield the dotted names of a text; documents call the package ``rpc``, too."""
-    for name in DOTTED.findall(re.sub(r"torch\.distributed\.rpc", "", text)):
+    for name in DOTTED.findall(re.sub(r"torch\.distributed\.rpc|https://\S+", "", text)):
         if not FILE.fullmatch(name):
             yield re.sub(r"^rpc\b", "rayrpc", name)
 
@@ -107,15 +110,22 @@ def layers_in(text: str) -> Iterator[str]:
 
 def anchors_of(document: Path) -> set[str]:
     """Return what the headings of a document can be linked by."""
-    headings = re.findall(r"^#+ (.+)$", prose_of(document.read_text()), re.MULTILINE)
+    text = document.read_text()
+    if included := INCLUDED.fullmatch(text):
+        text = (document.parent / included[1]).read_text()
+    headings = re.findall(r"^#+ (.+)$", prose_of(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 def link_works(target: str, document: Path) -> bool:
-    if "://" in target:
-        return True
     path, _, anchor = target.partition("#")
-    linked = document.parent / path if path else document
+    if "://" in target:
+        found = local_path(path)  # of an address of the project's own
+        if found is None:
+            return True
+        linked = ROOT / found
+    else:
+        linked = document.parent / path if path else document
     return linked.exists() and (not anchor or anchor in anchors_of(linked))
 
 
@@ -174,6 +184,15 @@ def test_a_docstring_names_what_exists(module):
 def test_every_excused_path_is_still_named():
     named = {path for document in DOCUMENTS for path in paths_in(document.read_text())}
     assert_none(path for path in NOT_OURS if path not in named)
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
+
+
+def test_the_links_of_the_readme_work_on_the_page_of_a_package_index():
+    links = LINK.findall(prose_of((ROOT / "README.md").read_text()))
+    assert_none(target for target in links if not target.startswith("https://"))
 
 
 def test_the_architecture_stays_short():

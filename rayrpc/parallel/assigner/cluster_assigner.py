@@ -60,9 +60,10 @@ class ClusterModelAssigner:
         model_connection (dict[tuple[int, int], float]): as for ``ModelAssigner``.
         workers (list[str], optional): to choose from; default: all members of this process's RPC
             group except itself, or itself if it is alone.
-        model_size_multiplier, max_mem_ratio, cpu_weight, connection_weight, size_match_weight,
-            complexity_match_weight, entropy_weight, iterations, update_rate, gpu_gpu_distance,
-            cpu_gpu_distance: as for ``ModelAssigner``.
+        model_size_multiplier, max_mem_ratio, cpu_weight: as for ``ModelAssigner``.
+        connection_weight, size_match_weight, complexity_match_weight: as for ``ModelAssigner``.
+        entropy_weight, iterations, update_rate: as for ``ModelAssigner``.
+        gpu_gpu_distance, cpu_gpu_distance: as for ``ModelAssigner``.
         worker_distance (float): added between devices of two workers.
         node_distance (float): added if these are on two nodes.
         move_models (bool): send each model to its device, and keep RRefs of them in ``models``.

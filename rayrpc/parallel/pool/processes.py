@@ -246,7 +246,8 @@ class Pool(BasePool):
         Args:
             get (Callable): returns a task, or None at the end.
             put (Callable): accepts a result.
-            *args, **kwargs: the other arguments of ``BasePool.worker``.
+            *args: the other arguments of ``BasePool.worker``.
+            **kwargs: the same, by name.
         """
 
         def put_result(result: Result) -> None:
@@ -273,8 +274,8 @@ class CtxPool(Pool):
     Args:
         processes (int): number of workers.
         worker_contexts (list, optional): one for each worker, pickled; default: None for all.
-        initializer, initargs, maxtasksperchild, is_recursive, is_daemon, is_copy_tensor,
-            share_method: as for ``Pool``.
+        initializer, initargs, maxtasksperchild: as for ``Pool``.
+        is_recursive, is_daemon, is_copy_tensor, share_method: as for ``Pool``.
 
     Raises:
         ValueError: the number of contexts is not that of the workers.
@@ -318,7 +319,8 @@ class CtxPool(Pool):
         Args:
             get (Callable): returns a task, or None at the end.
             put (Callable): accepts a result.
-            *args, **kwargs: the other arguments of ``BasePool.worker``.
+            *args: the other arguments of ``BasePool.worker``.
+            **kwargs: the same, by name.
         """
         get = add_context(lambda: CtxPoolStorage.storage, get)
         Pool.worker(get, put, *args, **kwargs)

@@ -158,7 +158,8 @@ class CtxThreadPool(ThreadPool):
         Args:
             get (Callable): returns a task, or None at the end.
             put (Callable): accepts a result.
-            *args, **kwargs: the other arguments of ``BasePool.worker``.
+            *args: the other arguments of ``BasePool.worker``.
+            **kwargs: the same, by name.
         """
         get = add_context(lambda: CtxThreadPool._context.value, get)
         ThreadPool.worker(get, put, *args, **kwargs)
