@@ -1,11 +1,16 @@
 """Test the oldest, the usual and the newest versions that rayrpc supports: ``make matrix``.
 
-Two more sessions: ``libraries`` tests what comes with Ray's own libraries: Data, Train, jobs;
-``browser`` tests a notebook in JupyterLab, where there is a Chromium with its driver.
+Three more sessions: ``libraries`` tests what comes with Ray's own libraries: Data, Train, jobs;
+``browser`` tests a notebook in JupyterLab, where there is a Chromium with its driver.  ``package``
+installs the built wheel, with all that it needs in turn, in an empty environment.
 Each session has an environment of its own; one that cannot be installed is skipped, with the
 reason.  pip's settings apply: ``PIP_INDEX_URL`` may name torch's index of CPU builds, which are
 much smaller.
 """
+
+import re
+import subprocess
+from pathlib import Path
 
 import nox
 from nox.command import CommandFailed
@@ -21,7 +26,8 @@ VERSIONS = {
     "libraries": ("3.11", ["-c", "constraints.txt", "torch", "ray[data,default,train]"]),
     "browser": ("3.11", ["-c", "constraints.txt", "torch", "jupyterlab", "selenium", "tqdm"]),
 }
-TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "trustme"]
+TOOLS = ["expecttest", "hypothesis", "pytest>=8", "psutil", "pytest-timeout", "tomli", "trustme"]
+README = Path(__file__).with_name("README.md")
 # Ray's own, as errors
 WARNINGS = {
     "oldest": ["ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"],
@@ -53,3 +59,20 @@ def _add(name: str, python: str, packages: list[str]) -> None:
 
 for _name, (_python, _packages) in VERSIONS.items():
     _add(_name, _python, _packages)
+
+
+@nox.session(name="package", python="3.11")
+def test_package(session: nox.Session) -> None:
+    """Build what is released, install the wheel in an empty environment, run the README's lines."""
+    folder = Path(session.create_tmp())
+    session.install("build", "twine")
+    session.run("python", "-m", "build", "--outdir", str(folder))
+    files = [str(path) for path in folder.glob("rayrpc-*")]
+    session.run("python", "-m", "twine", "check", "--strict", *files)
+    session.install("-c", "constraints.txt", *(name for name in files if name.endswith(".whl")))
+    code = re.search(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", README.read_text(), re.M | re.S)
+    assert code is not None, "README.md has no program with its output"
+    (folder / "lines.py").write_text(code[1])
+    with session.chdir(folder):  # the wheel's package, not that of the checkout
+        printed = session.run("python", "lines.py", silent=True, stderr=subprocess.DEVNULL)
+    assert printed == code[2], printed
