@@ -15,6 +15,7 @@ Run::
     rayrpc run examples/hybrid.py --trainers 3 --steps 100
 
 The program is plain ``torch.distributed``: ``python examples/hybrid.py`` runs it on stock torch.
+With ``--output FOLDER`` it draws the losses into ``hybrid.png`` there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,16 @@ def make_batch(trainer: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
     return words, words[:, 0] % CLASSES
 
 
+def with_progress(steps: range) -> Iterable[int]:
+    """The steps, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    bar: Iterable[int] = tqdm(steps, desc="step", unit="step")
+    return bar
+
+
 def train(
     trainer: int, embedding: RemoteModule, store: str, args: argparse.Namespace
 ) -> list[float]:
@@ -71,10 +84,12 @@ def train(
     parameters = embedding.remote_parameters() + [rpc.RRef(p) for p in dense.parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=args.lr)
     losses = []
-    for step in range(args.steps):
+    steps = range(args.steps)
+    for step in with_progress(steps) if trainer == 0 else steps:
         words, labels = make_batch(trainer, step, args.seed)
         with dist_autograd.context() as context_id:
-            loss = F.cross_entropy(dense(embedding(words)), labels)
+            # forward(): torch 2.13 cannot call a RemoteModule that was sent like a function
+            loss = F.cross_entropy(dense(embedding.forward(words)), labels)
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
         losses.append(loss.item())
@@ -102,6 +117,27 @@ def train_in_one_process(args: argparse.Namespace) -> list[list[float]]:
                 assert parameter.grad is not None
                 parameter.sub_(args.lr * parameter.grad / args.trainers)
     return losses
+
+
+def draw(losses: list[list[float]], expected: list[list[float]], folder: Path) -> None:
+    """The losses of all trainers, and those in one process, as a PNG."""
+    try:
+        import matplotlib
+    except ImportError as exc:
+        raise RuntimeError("--output needs matplotlib: pip install 'rayrpc[examples]'") from exc
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for trainer, (mine, theirs) in enumerate(zip(losses, expected, strict=True)):
+        axes.plot(mine, linewidth=4, alpha=0.4, label=f"trainer{trainer}")
+        axes.plot(theirs, "--", linewidth=1, label=f"trainer{trainer}, in one process")
+    axes.set(title="DDP trainers with a remote embedding", xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "hybrid.png", dpi=100)
+    plt.close(figure)
 
 
 def lead(args: argparse.Namespace) -> float:
@@ -132,6 +168,8 @@ def lead(args: argparse.Namespace) -> float:
         f"largest difference {difference:.1e}",
         flush=True,
     )
+    if args.output:
+        draw(losses, expected, args.output)
     return difference
 
 
@@ -155,7 +193,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of the losses")
+    parser.add_argument("--output", type=Path, help="a folder for a picture of the losses")
     args = parser.parse_args()
+    if args.output:
+        args.output = args.output.resolve()
     mp.spawn(run, args=(args,), nprocs=args.trainers + 2)
 
 

@@ -16,7 +16,8 @@ Run::
     rayrpc run examples/parameter_server.py --mode batch --trainers 4
 
 The program is plain ``torch.distributed.rpc``: ``python examples/parameter_server.py`` runs
-it on stock torch. The exit status is 1 if the accuracy stays below ``--min-accuracy``.
+it on stock torch. The exit status is 1 if the accuracy stays below ``--min-accuracy``. With
+``--output FOLDER`` it draws the loss and the accuracy into ``parameter_server.png`` there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import math
 import os
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
@@ -55,6 +58,15 @@ def make_model() -> nn.Module:
     )
 
 
+def make_progress(updates: int) -> Any:
+    """A progress bar where tqdm is installed, else None."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=updates, desc="update", unit="update")
+
+
 class ParameterServer:
     """The model and its optimizer behind a lock; its methods are what the trainers call."""
 
@@ -66,6 +78,8 @@ class ParameterServer:
         self.lock = threading.Lock()
         self.trainers = trainers
         self.report_every = max(1, updates // 5)
+        self.progress = make_progress(updates)
+        self.curve = [(0, *self.evaluate())]  # update, loss, accuracy
         self.version = 0  # optimizer steps taken
         self.staleness = 0  # sum over all pushes of the steps taken since their fetch
         self.calls = 0
@@ -118,9 +132,17 @@ class ParameterServer:
             parameter.grad = gradient
         self.optimizer.step()
         self.version += 1
-        if self.version % self.report_every == 0:
+        if self.progress is not None:
+            self.progress.update()
+        if self.version % max(1, self.report_every // 5) == 0:
             loss, accuracy = self.evaluate()
-            print(f"update {self.version:4d}: loss {loss:.3f}, accuracy {accuracy:.1%}", flush=True)
+            self.curve.append((self.version, loss, accuracy))
+            if self.version % self.report_every == 0:
+                text = f"update {self.version:4d}: loss {loss:.3f}, accuracy {accuracy:.1%}"
+                if self.progress is None:
+                    print(text, flush=True)
+                else:
+                    self.progress.write(text)  # above the bar
 
 
 def train(server: rpc.RRef[ParameterServer], steps: int, mode: str, seed: int) -> None:
@@ -145,6 +167,28 @@ def train(server: rpc.RRef[ParameterServer], steps: int, mode: str, seed: int) -
                 version, parameters = server.rpc_sync().fetch()
 
 
+def draw(curve: list[tuple[int, float, float]], mode: str, folder: Path) -> None:
+    """Loss and accuracy over the updates as a PNG."""
+    try:
+        import matplotlib
+    except ImportError as exc:
+        raise RuntimeError("--output needs matplotlib: pip install 'rayrpc[examples]'") from exc
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    updates, losses, accuracies = zip(*curve, strict=True)
+    axes.plot(updates, losses, marker=".", label="loss")
+    axes.plot(updates, accuracies, marker=".", label="accuracy")
+    axes.set(title=f"Parameter server, mode {mode}: test set", xlabel="update", ylim=(0, 1.05))
+    axes.set_ylabel("loss, accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "parameter_server.png", dpi=100)
+    plt.close(figure)
+
+
 def serve(args: argparse.Namespace) -> float:
     """Runs on the server: starts the trainers, waits for them, returns the final accuracy."""
     torch.set_num_threads(1)
@@ -163,6 +207,8 @@ def serve(args: argparse.Namespace) -> float:
     ]
     torch.futures.wait_all(runs)
     seconds = time.perf_counter() - start
+    if server.progress is not None:
+        server.progress.close()
 
     loss, accuracy = server.evaluate()
     staleness = "" if args.mode == "batch" else f", staleness {server.staleness / updates:.2f}"
@@ -172,6 +218,8 @@ def serve(args: argparse.Namespace) -> float:
         f"{staleness}); loss {loss:.3f}, accuracy {accuracy:.1%}",
         flush=True,
     )
+    if args.output:
+        draw(server.curve, args.mode, args.output)
     return accuracy
 
 
@@ -195,7 +243,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-accuracy", type=float, default=0.95)
+    parser.add_argument("--output", type=Path, help="a folder for a picture of the curve")
     args = parser.parse_args()
+    if args.output:
+        args.output = args.output.resolve()
     mp.spawn(run, args=(args,), nprocs=args.trainers + 1)
 
 

@@ -16,7 +16,7 @@ Run::
     rayrpc run examples/pipeline.py --micro-batches 8 --steps 100
 
 The program is plain ``torch.distributed.rpc``: ``python examples/pipeline.py`` runs it on stock
-torch.
+torch. With ``--output FOLDER`` it draws the losses into ``pipeline.png`` there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -90,12 +92,22 @@ class Pipeline:
         return [rref for stage in self.stages for rref in stage.rpc_sync().parameters()]
 
 
+def with_progress(steps: range) -> Iterable[int]:
+    """The steps, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    bar: Iterable[int] = tqdm(steps, desc="step", unit="step")
+    return bar
+
+
 def train(args: argparse.Namespace) -> list[float]:
     """Runs on the master; returns the losses."""
     pipeline = Pipeline(args.micro_batches, args.seed)
     optimizer = DistributedOptimizer(torch.optim.SGD, pipeline.parameters(), lr=args.lr)
     losses = []
-    for step in range(args.steps):
+    for step in with_progress(range(args.steps)):
         inputs, labels = make_batch(args.batch_size, args.seed + step)
         with dist_autograd.context() as context_id:
             loss = F.cross_entropy(pipeline.forward(inputs), labels)
@@ -119,6 +131,26 @@ def train_in_one_process(args: argparse.Namespace) -> list[float]:
     return losses
 
 
+def draw(losses: list[float], expected: list[float], folder: Path) -> None:
+    """The losses of the pipeline, and those in one process, as a PNG."""
+    try:
+        import matplotlib
+    except ImportError as exc:
+        raise RuntimeError("--output needs matplotlib: pip install 'rayrpc[examples]'") from exc
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(losses, linewidth=4, alpha=0.4, label="pipeline of two workers")
+    axes.plot(expected, "--", color="tab:red", linewidth=1, label="in one process")
+    axes.set(title="The same training, split and whole", xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "pipeline.png", dpi=100)
+    plt.close(figure)
+
+
 def run(rank: int, args: argparse.Namespace) -> None:
     """One rank: 0 is the master, the others serve the calls that it makes."""
     os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -139,6 +171,8 @@ def run(rank: int, args: argparse.Namespace) -> None:
             f"largest difference {difference:.1e}",
             flush=True,
         )
+        if args.output:
+            draw(losses, expected, args.output)
     rpc.shutdown()
     if not difference <= args.tolerance:
         raise RuntimeError(f"losses differ by {difference:.1e}, more than {args.tolerance:.1e}")
@@ -152,7 +186,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tolerance", type=float, default=1e-5, help="of the losses")
+    parser.add_argument("--output", type=Path, help="a folder for a picture of the losses")
     args = parser.parse_args()
+    if args.output:
+        args.output = args.output.resolve()
     mp.spawn(run, args=(args,), nprocs=3)
 
 

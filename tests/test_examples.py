@@ -115,3 +115,83 @@ def test_programs_of_machin_parallel(run_example, name, arguments, text):
 def test_split_models_that_train_differently_fail(run_example):
     run = run_example("pipeline.py", "--steps", "1", "--tolerance=-1")
     assert run.end() == 1 and "losses differ by" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline", "hybrid", "parameter_server"])
+def test_an_example_draws_a_picture_where_asked(run_example, tmp_path, name):
+    bound = ("--min-accuracy", "0") if name == "parameter_server" else ()
+    run = run_example(f"{name}.py", "--steps", "8", *bound, "--output", str(tmp_path))
+    assert run.end() == 0, run.output
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_language_model_has_remote_parts(run_example, tmp_path):
+    run = run_example(
+        "rnn.py",
+        *("--steps", "40", "--words", "4000", "--max-perplexity", "20"),  # a unigram model's: 29
+        *("--output", str(tmp_path)),
+    )
+    assert run.end() == 0, run.output
+    assert "the model writes:" in run.output and "unigram model" in run.output
+    assert "40/40" in run.output  # the progress bar
+    assert (tmp_path / "rnn.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_federated_averaging_goes_on_without_the_late(run_example, tmp_path):
+    run = run_example(
+        "federated.py",
+        *("--clients", "4", "--workers", "2", "--fraction", "1", "--rounds", "3"),
+        *("--timeout", "3", "--min-accuracy", "0.2", "--output", str(tmp_path)),
+    )
+    assert run.end() == 0, run.output
+    assert "round   3: accuracy" in run.output and "best client alone" in run.output
+    left_out = run.wait_for("answers left out").split(", ")[1]
+    assert int(left_out.split()[0]) >= 3  # the straggler, in each round
+    assert (tmp_path / "federated.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_partitioned_graph_is_sampled(run_example, tmp_path):
+    run = run_example(
+        "graph_sampling.py",
+        *("--samplers", "2", "--nodes", "600", "--epochs", "4", "--min-accuracy", "0.3"),
+        *("--output", str(tmp_path)),
+    )
+    assert run.end() == 0, run.output
+    assert "4 epochs of 2 trainers with 2 samplers" in run.output
+    assert "accuracy on test nodes" in run.output and "features alone" in run.output
+    assert "4/4" in run.output  # the progress bar
+    assert (tmp_path / "graph_sampling.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_replay_buffer_is_sampled_by_priority(run_example, tmp_path):
+    run = run_example(
+        "replay_buffer.py",
+        *("--max-iterations", "12", "--target", "0", "--output", str(tmp_path)),
+    )
+    assert run.end() == 0, run.output
+    assert "from 2 shards" in run.output and "mean reward over the last" in run.output
+    assert "12/12" in run.output  # the progress bar
+    assert (tmp_path / "replay_buffer.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("rnn.py", ("--steps", "1", "--max-perplexity", "1"), "perplexity"),
+        (
+            "federated.py",
+            ("--clients", "2", "--workers", "1", "--rounds", "1", "--min-accuracy", "1.1"),
+            "is below 110.0%",
+        ),
+    ],
+)
+def test_another_example_that_misses_its_bound_fails(run_example, tmp_path, name, arguments, text):
+    run = run_example(name, *arguments, "--output", str(tmp_path))
+    assert run.end() == 1
+    assert text in run.output and "ProcessRaisedException" in run.output
