@@ -8,6 +8,8 @@ that they work there, too; those to files outside of this folder lead to the rep
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import os
 import posixpath
 import re
@@ -35,7 +37,7 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
+    "sphinx.ext.linkcode",
     "sphinx_copybutton",
     "sphinxcontrib.mermaid",
 ]
@@ -114,6 +116,22 @@ def _pages() -> dict[str, str]:
 
 
 PAGES = _pages()
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """Return where the code of an object is, in the repository; None: it is another's."""
+    found = importlib.import_module(info["module"])
+    try:
+        for part in info["fullname"].split("."):
+            found = getattr(found, part)
+        found = inspect.unwrap(found)  # type: ignore[arg-type]
+        path = Path(inspect.getsourcefile(found) or "").resolve()
+        line = inspect.getsourcelines(found)[1]
+    except (AttributeError, OSError, TypeError):  # an attribute, or no Python code
+        return None
+    if ROOT / "rayrpc" not in path.parents:
+        return None
+    return f"{URLS['Repository']}/blob/main/{path.relative_to(ROOT)}#L{line}"
 
 
 def copy_notebooks(app: Any) -> None:
