@@ -2,7 +2,7 @@
 
     RpcError (a RuntimeError, as torch's RPC errors are)
     ├── ConfigError (and ValueError)        a setting is unknown or has a wrong value
-    ├── ArgumentTypeError (and TypeError)   an argument of init_rpc has the wrong type
+    ├── ArgumentTypeError (and TypeError)   an argument has the wrong type
     ├── ClusterError                        no Ray cluster can be reached or started
     ├── PlacementError                      a worker needs resources that no node has
     ├── GroupError                          a group refuses a member, or is incomplete
@@ -54,7 +54,7 @@ class ConfigError(RpcError, ValueError):
 
 
 class ArgumentTypeError(RpcError, TypeError):
-    """An argument of ``init_rpc`` has the wrong type."""
+    """An argument has the wrong type."""
 
 
 class ClusterError(RpcError):
@@ -141,7 +141,7 @@ class GroupCallError(CallError):
             f"\n  {name}: {type(error).__name__}: {error}" for name, error in errors.items()
         )
         super().__init__(
-            f"of {count} calls to workers of group {group!r}, {len(errors)} failed:{each}"
+            f"{len(errors)} of {count} calls to workers of group {group!r} failed:{each}"
         )
 
     def __reduce__(self) -> tuple[type[GroupCallError], tuple[str, Any, Any]]:

@@ -65,7 +65,10 @@ class DistributedOptimizer:
             groups.setdefault(param._home.key, param._home)
         if len(groups) > 1:
             names = " and ".join(map(repr, groups))
-            raise GroupError(f"the parameters of an optimizer are of one group, not of {names}")
+            raise GroupError(
+                f"the parameters of an optimizer are of one group, not of {names}: "
+                "make one for each"
+            )
         self._agent: Agent | None = next(iter(groups.values()), None)
         functional = _functional(optimizer_class)
         self.is_functional_optim = not issubclass(functional, torch.optim.Optimizer)

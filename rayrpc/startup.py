@@ -126,7 +126,10 @@ def open_backend(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ArgumentTypeError(f"`{argument}` must be an integer, got {value!r}")
     if current.is_set():
-        raise RpcError("RPC is already initialized")
+        raise RpcError(
+            "RPC is already initialized. Call shutdown first, or join a second group by "
+            "rpc.init_group."
+        )
     if backend is None or backend_registry.is_ours(backend):
         return make_agent(name, rank, world_size, options, settings, user_api)
     if store is None:

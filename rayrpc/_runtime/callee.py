@@ -120,7 +120,8 @@ class Callee:
             return Frame(Kind.VALUE, frame.session, self._me.id, frame.call_id, data=data)
         if frame.session != self._worker.session:
             error = CallError(
-                f"RPC worker {self._me.name!r} got a call for an earlier run of its group"
+                f"RPC worker {self._me.name!r} got a call for an earlier run of its group: "
+                "end the process that calls, or have it join again"
             )
             return self._error(frame, error)
         if not self._worker.members.is_present(frame.src, frame.call_id >> EPOCH_BITS):

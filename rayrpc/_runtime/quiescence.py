@@ -94,6 +94,7 @@ class Quiescence:
                 served = self._callee.active_for(find)
                 raise GroupError(
                     f"RPC worker {self._worker.info.name!r} still has calls under way after "
-                    f"{timeout} s: {self._caller.active} of its own, {served} of others"
+                    f"{timeout} s: {self._caller.active} of its own, {served} of others; "
+                    "`rayrpc stack` shows where they are"
                 )
             time.sleep(DRAIN_POLL_SECONDS)

@@ -31,7 +31,9 @@ class Lifetime:
     def __post_init__(self) -> None:
         limit = self.max_restarts
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < -1:
-            raise ConfigError(f"max_restarts must be a number from 0, or -1, got {limit!r}")
+            raise ConfigError(
+                f"max_restarts must be a number from 0, or -1 for no limit, got {limit!r}"
+            )
         if self.on_start is not None and not callable(self.on_start):
             raise TypeError(f"on_start must be a function, got {self.on_start!r}")
         if self.detached and limit:

@@ -155,7 +155,7 @@ class WorkerPool:
         for actor in actors.values():
             ray.kill(actor)
         output.close()
-        raise PlacementError("the workers that were being started are not needed any more")
+        raise PlacementError("the pool was ended while its workers were being started")
 
     def _strategy(self, name: str, want: WorkerResources) -> Any:
         """Return a worker's node: this one, or that with the most CPUs for each worker."""

@@ -134,7 +134,7 @@ class SimpleQueue:
 
     def _check_open(self) -> Any:
         if self._queue is None:
-            raise ClusterError("the queue was closed in this process")
+            raise ClusterError("the queue was closed in this process: make another one")
         if self._pid != os.getpid():
             raise ClusterError(
                 "this process was forked from one that is connected to Ray, and cannot use its "

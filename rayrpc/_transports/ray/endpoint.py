@@ -233,7 +233,9 @@ class HostedEndpoint:
         self._decided.wait(ATTACH_SECONDS)
         server = self._server
         if server is None:
-            raise CallError("RPC is not running in this process (any more)")
+            raise CallError(
+                "the worker that was called has left its group, or has not joined it yet"
+            )
         self._serving.begin()
         try:
             return server.answer(wire, may_block=len(self._serving) < self._threads)

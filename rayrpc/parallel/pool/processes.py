@@ -131,7 +131,7 @@ class Pool(BasePool):
         outcome = attempt(future.value)
         error = outcome.error if isinstance(outcome, Error) else None
         error_of_tasks: BaseException = error or CallError(
-            f"worker {worker.name!r} of a pool ended before it did its task"
+            f"worker {worker.name!r} of a pool ended before it did its task: submit it again"
         )
         has_worked = self._scheduler.remove_worker(worker.name, error_of_tasks)
         is_lost = isinstance(error, (CallLostError, WorkerDiedError)) and has_worked
