@@ -1,17 +1,19 @@
-"""The project's own addresses, as ``pyproject.toml`` has them, and the files that they lead to."""
+"""What ``pyproject.toml`` has: the project's addresses, and the files that they lead to."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["URLS", "local_path"]
+__all__ = ["PYPROJECT", "URLS", "local_path"]
 
 ROOT = Path(__file__).resolve().parents[1]
-URLS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+URLS: dict[str, str] = PYPROJECT["project"]["urls"]
 
 
 def local_path(url: str) -> str | None:

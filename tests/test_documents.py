@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from project_urls import local_path
+from project_urls import PYPROJECT, local_path
 
 ROOT = Path(__file__).resolve().parents[1]
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
@@ -16,6 +16,8 @@ DOCUMENTS = [
     *(ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+# What may import Ray; every other module is in the contract that forbids it.
+MAY_USE_RAY = ("rayrpc._transports.ray", "rayrpc.launch", "rayrpc.parallel")
 MAX_README_BYTES = 6 * 1024
 META = ROOT / "tests" / "test_meta.py"
 
@@ -144,6 +146,29 @@ def test_every_name_exists(document):
 def test_every_layer_exists(document):
     names = layers_in(document.read_text())
     assert_none(name for name in names if not name_exists(f"rayrpc.{name}"))
+
+
+def test_the_architecture_has_the_layers_of_the_contract():
+    (order,) = LAYERS.findall((ROOT / "ARCHITECTURE.md").read_text())
+    written = [set(layer.replace("`", "").split()) for layer in order.split("→")]
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in contracts if each["type"] == "layers")
+    assert written == [set(layer.split(" : ")) for layer in layers if layer != "__main__"]
+
+
+def test_every_module_may_use_ray_or_is_in_the_contract_that_forbids_it():
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    (listed,) = (c["source_modules"] for c in contracts if "ray" in c.get("forbidden_modules", ()))
+    modules = {f"rayrpc.{path.stem}" for path in (ROOT / "rayrpc").iterdir() if is_module(path)}
+    transports = (ROOT / "rayrpc" / "_transports").iterdir()
+    modules |= {f"rayrpc._transports.{path.stem}" for path in transports if is_module(path)}
+    modules -= {"rayrpc._transports", *MAY_USE_RAY}
+    assert modules == set(listed)
+
+
+def is_module(path: Path) -> bool:
+    """Tell whether a path is that of a module, or of a package."""
+    return (path.suffix == ".py" and path.stem != "__init__") or (path / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=identify)
