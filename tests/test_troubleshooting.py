@@ -22,6 +22,12 @@ MIN_LENGTH = 10  # of the words by which a message is found
 RAISED_BY = {*errors.__all__, "NoRRefs"}
 # Modules whose functions return why a join is refused, as a text that others raise.
 REFUSALS = [ROOT / "rayrpc" / "_protocol" / name for name in ("group.py", "membership.py")]
+# Modules whose errors are torch's own types, as in torch.
+AS_IN_TORCH = [
+    ROOT / "rayrpc" / name
+    for name in ("_protocol/rendezvous.py", "options.py", "_autograd/functions.py")
+]
+TORCHS = {"RuntimeError", "ValueError", "_error"}
 
 # An entry of the page: an item of a list that is nothing but code.
 ENTRY = re.compile(r"^- `([^`]+)`$", re.MULTILINE)
@@ -131,6 +137,7 @@ def messages_of(module: Path) -> Iterator[Message]:
     """Yield the messages of the errors that a module makes."""
     tree = tree_of(module)
     makers = aliases_in(tree) | ({"__init__"} if module.name == "errors.py" else set())
+    makers |= TORCHS if module in AS_IN_TORCH else set()
     if not any(arguments_in(ast.walk(tree), makers, module)):
         return
     for scope in (tree, *functions_of(tree)):
