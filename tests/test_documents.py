@@ -26,6 +26,7 @@ NOT_OURS = {
     ".venv/bin/pre-commit": "made by make install",
     "NNNN-what-was-chosen.md": "how a decision's file is named",
     "build/bench/": "made by make bench",
+    "build/docs": "made by make docs",
     "script.py": "a user's script",
 }
 FOLDERS = ("configs", "docs", "examples", "notebooks", "rayrpc", "tests")
