@@ -141,7 +141,7 @@ class GroupCallError(CallError):
             f"\n  {name}: {type(error).__name__}: {error}" for name, error in errors.items()
         )
         super().__init__(
-            f"{len(errors)} of {count} calls to workers of group {group!r} failed:{each}"
+            f"of {count} calls to workers of group {group!r}, {len(errors)} failed:{each}"
         )
 
     def __reduce__(self) -> tuple[type[GroupCallError], tuple[str, Any, Any]]:
