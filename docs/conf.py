@@ -96,7 +96,7 @@ def _adapted(link: re.Match[str], page: str, folder: str) -> str:
         return link[0]
     path = posixpath.normpath(posixpath.join(folder, target))
     path = PAGES.get(path, path)
-    if path.startswith("docs/"):
+    if path.startswith("docs/") or text.startswith("!"):  # pictures become part of the site
         target = posixpath.relpath(path, posixpath.dirname(f"docs/{page}"))
     else:
         kind = "blob" if (ROOT / path).is_file() else "tree"

@@ -32,6 +32,7 @@ def test_the_site_is_built_without_a_warning(start, tmp_path):
     assert run.end(BUILD_SECONDS) == 0, run.output
     page = (site / "reference" / "rpc.html").read_text()
     assert "Join a group of workers" in page and "torch.distributed.rpc.init_rpc" in page
+    assert '_images/rpc.png"' in (site / "performance.html").read_text()
     assert "--watch" in (site / "reference" / "commands.html").read_text()
     assert "start_workers" in (site / "tutorials" / "01_first_steps.html").read_text()
 
