@@ -1,9 +1,9 @@
-"""One worker: its calls, its RRefs and its group.  It knows neither transports nor Ray.
+"""One worker: its calls, its RRefs and its group.  It imports neither transports nor Ray.
 
     agent               wires the parts of a worker
     worker              the parts that the caller and the callee share
-    members             the group as this worker knows it
-    observers           a program's functions that are told who joins and leaves
+    members             the group's members, present and former
+    observers           a program's functions that are called when members join and leave
     caller              a call at its caller: encode, send, wait or be called back, decode
     open_call           ... that is under way and completes by callback
     started_call        ... that is waited for later, or abandoned
@@ -15,13 +15,13 @@
     serialization       objects to bytes and buffers
     callee              a call at its callee: decode, run, encode
     running             functions of Python and TorchScript, operators of torch
-    served_streams      calls that each ask for a value of an iterator here
+    served_streams      calls that each return one value of an iterator here
     iteration           its steps, in order and one at a time
     coroutines          event loops for async functions
     hooks               what accompanies calls: profiling, distributed autograd
     rrefs               handles, proxies and values of RRefs
     objects             objects of the cluster's store, as arguments and as copies of values
-    user_api            what RRefs need of the layers above
+    user_api            the functions of the layers above that RRefs call
     current             the agent of this process
     main_identity       whether two processes run the same program
     all_gather          objects of all workers; graceful shutdown

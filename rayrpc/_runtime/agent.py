@@ -46,25 +46,25 @@ REPLY_SECONDS = 2.0
 # How long a call waits for a worker that is started again.
 RESTART_SECONDS = 60.0
 
-# Torch counts timeouts in whole milliseconds, and 0 is none.
+# Torch counts timeouts in whole milliseconds; 0 means no timeout.
 MIN_TIMEOUT_SECONDS = 0.001
 
 
 class Agent:
-    """Be one worker of a group, from ``init_rpc`` to ``shutdown``.
+    """Run one worker of a group, from ``init_rpc`` to ``shutdown``: connect its parts.
 
-    ``torch.distributed.rpc.TensorPipeAgent`` is the name that programs know it by.
+    Programs import it as ``torch.distributed.rpc.TensorPipeAgent``.
 
     Args:
-        snapshot (Snapshot): the group as the directory admitted this worker.
-        transport (Transport): not started yet.
-        directory (Directory): joined.
-        key (str): names the group.
+        snapshot (Snapshot): the group's state when the directory admitted this worker.
+        transport (Transport): the transport of its frames; not started yet.
+        directory (Directory): the group's directory, which this worker has joined.
+        key (str): the group's key.
         options (TensorPipeRpcBackendOptions): the backend options of ``init_rpc``.
-        make_handles (Callable): given this agent, returns what makes handles of RRefs.
+        make_handles (Callable): takes this agent; returns the function that makes RRef handles.
         user_api (UserApi): the functions that RRefs call.
-        hooks (list[Hook]): accompany calls.
-        objects (ObjectStore, optional): of the cluster.
+        hooks (list[Hook]): the hooks that take part in calls.
+        objects (ObjectStore, optional): the cluster's object store.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Agent:
         self._transport = transport
         self._directory = directory
         self._snapshot = snapshot
-        self._leaving = threading.Lock()  # taken for good
+        self._leaving = threading.Lock()  # acquired once, and never released
         self._closed = False
         self._gil_waits: GilWaits | None = None
         self._on_shutdown: list[Callable[[], None]] = []
@@ -98,7 +98,7 @@ class Agent:
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self.slots = Slots(options.num_worker_threads, self._threads)
         self.waits = NotedWaits()
-        #: of the members
+        #: called when members join and leave
         self.observers = Observers(self._threads.submit)
         self._members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
@@ -135,7 +135,7 @@ class Agent:
 
     @property
     def hooks(self) -> list[Hook]:
-        """The concerns that accompany calls."""
+        """The hooks that take part in calls."""
         return self._worker.hooks
 
     # -- timeouts -----------------------------------------------------------------------------
@@ -158,8 +158,8 @@ class Agent:
         """Return a call's timeout in seconds; None: it has none.
 
         Args:
-            timeout: as the user gives it: -1 is the default, 0 is none, and so is less than a
-                millisecond, as in torch.
+            timeout: in seconds, as the user gives it: -1 is the default; 0, or less than a
+                millisecond, is none, as in torch.
 
         Raises:
             TypeError: it is no real number.
@@ -192,8 +192,8 @@ class Agent:
 
         Args:
             to: the destination.
-            timeout: of a call, as the user gives it; for so long, but a minute at most, it waits
-                for a worker that has died and is started again. None: it does not.
+            timeout: of a call, as the user gives it: how long to wait, a minute at most, for a
+                worker that has died and is started again. None: do not wait.
         """
         member = self._members.lookup(to)
         if member.token in self._members.restarting and timeout is not None:
@@ -249,7 +249,7 @@ class Agent:
         self._members.notify()
 
     def _on_joined(self, member: Member, predecessor: Member | None) -> None:
-        if predecessor is not None:  # it left; that change is late
+        if predecessor is not None:  # it left, and the directory reports that later
             self.rrefs.on_peer_lost(member.id)
         self._worker.devices.add(member)
         self.rrefs.on_peer_joined(member.id)
@@ -268,7 +268,7 @@ class Agent:
         self._members.notify()
 
     def _on_expelled(self, reason: str) -> None:
-        """Lose all other members: the group has declared this one lost, and refuses its calls."""
+        """Treat all other members as dead: the group has declared this one lost."""
         me = self.member
         logger.error(
             "RPC worker %r is no member of its group any more: %s. Its calls fail; restart it.",
@@ -374,9 +374,9 @@ class Agent:
         self._threads.close()
 
     def _flush_replies(self) -> None:
-        """Wait until the functions that run are replied to, for some time at most.
+        """Wait until running functions are replied to, for ``REPLY_SECONDS`` at most.
 
-        Members that learn that this worker has left fail their calls to it.
+        Members fail their calls to this worker when the directory reports that it has left.
         """
         deadline = Deadline(REPLY_SECONDS)
         while self.slots.free < self.slots.limit and not deadline.expired:
@@ -388,12 +388,12 @@ class Agent:
     def inspect(
         self, what: bytes, timeout: float, members: Sequence[Member] | None = None
     ) -> list[tuple[Member, bytes | Exception]]:
-        """Ask members for a report.
+        """Return the reports of members.
 
         Args:
             what: see ``Callee.inspect``.
             timeout: in seconds.
-            members: whom; None: all.
+            members: the members that report; None: all.
 
         Returns:
             By member, the report, or why there is none (TimeoutError, CallError).
@@ -417,7 +417,7 @@ class Agent:
         return answers
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return how many bytes were sent so far, by way."""
+        """Return the number of bytes sent so far, by kind of transport."""
         return self._transport.sent_bytes()
 
     def get_debug_info(self) -> dict[str, str]:

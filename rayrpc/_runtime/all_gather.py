@@ -1,12 +1,12 @@
 """All-gather of objects by calls, after torch's ``_all_gather``.
 
 Each worker sends its object to the leader, the first by name; the leader sends all objects to all.
-If a member dies, the gathering fails with its WorkerDiedError.  At shutdown only survivors count:
-the gathering goes on without the dead, and the next by name succeeds a dead leader.  One that has
-the objects of all already, from the dead leader, gives them to those that have not.
+If a member dies, the gathering fails with its WorkerDiedError.  At shutdown it goes on without the
+members that died; the next by name replaces a leader that died.  A worker that has received all
+objects from that leader returns them to those that have not.
 
 Workers take part in the gatherings of the same names in the same order; those of ``shutdown`` are
-numbered by themselves, since a worker that waits in it may serve a call that gathers.
+numbered separately, since a worker that waits in it may serve a call that gathers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def gather(
 
     Args:
         agent: of this worker.
-        calls: the functions to call with.
+        calls: the RPC functions to use.
         obj: this worker's object.
         names: of the workers that take part.
         timeout: in seconds; 0: none; -1: the default, for each call.
@@ -188,7 +188,7 @@ def gather(
 def _ask(
     calls: Calls, name: str, args: tuple[Any, ...], rpc_timeout: float, states: AllGatherStates
 ) -> None:
-    """Send this worker's object to another, and take those of all if it has them."""
+    """Send this worker's object to another; store the objects of all if that returns them."""
     objects = calls.rpc_sync(name, calls.gather_to_leader, args=args, timeout=rpc_timeout)
     if objects is not None:
         states.gathered_objects = objects

@@ -9,7 +9,7 @@ __all__ = ["cancelled", "name_of", "shut_down", "timed_out"]
 
 
 def name_of(func: object, worker: str) -> str:
-    """Return what to call a user's call in a message; empty for a call of rayrpc itself.
+    """Return the name of a user's call for messages; empty for a call of rayrpc itself.
 
     Args:
         func: what it runs; None: it fetches a value.
@@ -25,7 +25,7 @@ def timed_out(timeout: float | None) -> CallTimeoutError:
     """Return the error of a call that took longer than its timeout in seconds."""
     if timeout is None:
         return CallTimeoutError("the caller of this RPC stopped waiting for its reply")
-    # torch's text; programs look for it
+    # torch's text; programs match it
     return CallTimeoutError(
         f"RPC ran for more than set timeout ({round(timeout * 1000)} ms) and will now be marked "
         "with an error"

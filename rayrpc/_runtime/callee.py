@@ -46,7 +46,7 @@ class Callee:
     """Serve the calls to one worker.
 
     Args:
-        worker (Worker): its parts.
+        worker (Worker): the parts of that worker.
         slots (Slots): bounds how many users' functions run at a time.
         cancelling (Cancelling): cancels calls.
     """
@@ -147,7 +147,7 @@ class Callee:
             entry.cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
         deferred = Deferred()
         if frame.objects is not None and frame.objects.arguments:
-            # it takes a slot when they are there: what makes them may need one
+            # it takes a slot once they have arrived: the call that makes them may need one
             begin = functools.partial(self._run_later, frame, entry, deferred)
             receive(self._worker.objects, frame.objects, begin)
             return deferred
@@ -189,7 +189,7 @@ class Callee:
             f"group any more: {successor!r} has its id"
         )
         data = pickle.dumps(tuple(self._describe(frame, error)), 5)
-        session = self._worker.session  # what is pending for the successor must not go with it
+        session = self._worker.session  # without ``_frame``, which adds the successor's messages
         return Frame(Kind.ERROR, session, self._me.id, frame.call_id, data=data)
 
     # -- one call -----------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Callee:
                 call.invocation = None
             else:
                 value = self._invoke(entry, invocation, frame.is_async)
-            del invocation  # its arguments may be needed no longer
+            del invocation  # so that its arguments can be freed
             seconds = perf_counter() - start
             self._quick.record(key, seconds, self.active == 1)
             if not is_quick:
@@ -463,6 +463,6 @@ _NONE = Payload(pickle.dumps(None, 5), [])
 def _value_of(future: Any) -> Any:
     """Return the value of a Future that is done.
 
-    What this thread does with tensors of accelerators follows what makes them, on whatever stream.
+    Later work of this thread on accelerators is ordered after the work that makes the value.
     """
     return future.wait() if torch.cuda.is_initialized() else future.value()

@@ -43,11 +43,11 @@ class Caller:
     """Make the calls of one worker.
 
     Args:
-        worker (Worker): its parts.
-        threads (ThreadCache): completes calls.
+        worker (Worker): the parts of that worker.
+        threads (ThreadCache): the threads that complete calls.
         send (Send): sends frames.
-        on_interrupted_send (Callable): called if an interrupt may have struck ``send``, or just
-            after it.
+        on_interrupted_send (Callable): called if an interrupt may have come during ``send``, or
+            just after it.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Caller:
         Args:
             to: the owner.
             rref_id: of the RRef.
-            handle: its fork here; it lives until the reply arrives, also if nobody waits for that:
-                the owner must not find the RRef deleted.
+            handle: of its fork here; kept until the reply arrives, even if no thread waits: else
+                the owner might have deleted the RRef.
             timeout: in seconds; None: none.
         """
         __tracebackhide__ = True
@@ -318,8 +318,8 @@ class Caller:
     def _orphan(
         self, request: Request, frame: Frame, on_late: Callable[[Outcome[Frame]], None]
     ) -> None:
-        """Have the reply released, should one arrive, to a call whose sending was interrupted."""
-        request.lent = ()  # where it was not sent, this would hold them for ever
+        """Release the reply, if one arrives, to a call whose sending was interrupted."""
+        request.lent = ()  # a request that was not sent would hold them for ever
         if frame.pending is not None:
             frame.pending.on_orphaned(on_late)
         self._on_interrupted_send()
@@ -335,7 +335,7 @@ class Caller:
             try:
                 death_of = self._worker.members.death_of
                 reply = await_reply(request, pending, death_of, self._is_closed, unwanted)
-            except BaseException as exc:  # the reply may come yet
+            except BaseException as exc:  # the reply may still arrive
                 self._abandon(request, pending)
                 if isinstance(exc, TimeoutError):
                     raise timed_out(request.timeout) from None
@@ -351,7 +351,7 @@ class Caller:
             self._waiting.pop(request.id, None)
 
     def _abandon(self, request: Request, pending: Pending) -> None:
-        """Wait for a call no longer, and release what its reply brings."""
+        """Stop waiting for a call, and release what its reply brings."""
         if self._waiting.pop(request.id, self) is not self:
             pending.on_done(functools.partial(self._on_late_reply, request))
 
@@ -367,9 +367,9 @@ class Caller:
                 self._deadlines.add(request.id, request.timeout)
             pending = self._send(request.to, frame)
             pending.on_done(call.on_reply, urgent=call.on_created is None)
-            if self._closed:  # just now, perhaps before this call was there to be failed
+            if self._closed:  # ``close`` may have run before this call was registered
                 self._fail(request.id, shut_down())
-        except BaseException:  # an interrupt: the program has nothing to wait with
+        except BaseException:  # an interrupt: the program gets no Future of this call
             self._open.pop(request.id, None)
             call.end(by_reply=False)
             self._orphan(request, frame, call.on_reply)
@@ -414,7 +414,7 @@ class Caller:
                     result = Value(self._open_reply(request, outcome.value))
                 except BaseException as exc:
                     if call.is_cheap(outcome) and is_interrupt(exc):
-                        raise  # it is that of the thread
+                        raise  # it interrupts this thread, not the call
                     result = call.failed(exc)
             if call.end(by_reply=True):
                 # only now: a call is active until its callbacks may run
@@ -447,7 +447,7 @@ class Caller:
         return value
 
     def _on_late_reply(self, request: Request, outcome: Outcome[Frame]) -> None:
-        """Release what the reply of a call that timed out brings; ``request`` ends its loan."""
+        """Release what a late reply brings; until then ``request`` keeps the lent handles."""
         if isinstance(outcome, Value):
             reply = outcome.value
 

@@ -41,22 +41,22 @@ __all__ = ["Cancelled", "Cancelling", "cancellable", "interruptible"]
 
 _T = TypeVar("_T")
 
-# When a function is interrupted: the reader of a connection, if it runs in that thread, has been
-# released.  If it is in a call of this package then, it is tried again, less and less often.
+# Delay before a function is interrupted: by then a reader that runs it has been released.  While
+# its thread runs code of this package, that is retried, up to MOST_SECONDS apart.
 FIRST_SECONDS = 0.01
 MOST_SECONDS = 1.0
-# So many calls that were cancelled before they arrived are remembered.
+# Number of cancelled calls whose ids are kept: some may not have arrived yet.
 MAX_EARLY = 1000
 
-# held while a thread is interrupted, so that none is after its function has ended
+# held while a thread is interrupted: none must be after its function has ended
 _interrupting = threading.Lock()
 
 
 class Cancelled(NamedTuple):
-    """What ``cancel_call`` returns, to the callee.
+    """The result of ``cancel_call``, by which the callee cancels a call.
 
     Args:
-        call_id (int): of the call that its caller has cancelled.
+        call_id (int): id of the call that its caller has cancelled.
     """
 
     call_id: int
@@ -94,11 +94,11 @@ class Cancelling:
     # -- at the caller ------------------------------------------------------------------------
 
     def cancel(self, future: object, force: bool) -> bool:
-        """Cancel the call that a Future is of.
+        """Cancel the call of a Future.
 
         Args:
-            future: of a call.
-            force: end the callee's process, if it is hosted.
+            future: the Future of a call.
+            force: end the callee's process, if the callee is hosted.
 
         Returns:
             True if the call was under way, and was this worker's.
@@ -111,7 +111,7 @@ class Cancelling:
         return True
 
     def find(self, future: object) -> OpenCall | None:
-        """Return the call of this worker that a Future is of, if that is under way."""
+        """Return this worker's call of a Future, if that is under way."""
         for call in self._caller.under_way()[1]:
             if future is call.future or future is call.returned:
                 return call
@@ -124,16 +124,16 @@ class Cancelling:
         return True
 
     def notify(self, request: Request) -> None:
-        """Have a callee end a call whose reply nobody wants."""
+        """Have a callee end a call whose reply is not needed any more."""
         with contextlib.suppress(RpcError):  # it is gone, or this worker was shut down
             self._caller.future(request.to, Invocation(cancel_call, (request.id,)), None)
 
     def _cancel_calls_of(self, parent: ServedCall) -> None:
-        """Cancel the calls that a function has made that this worker runs for others."""
+        """Cancel the calls made by the function of a served call."""
         waited, opened = self._caller.under_way()
         for request in waited:
             if request.parent is parent and not request.is_cancelled:
-                request.is_cancelled = True  # its thread looks, or has the reply before
+                request.is_cancelled = True  # its thread polls this while it waits
                 self.notify(request)
         for call in opened:
             if call.request.parent is parent:
@@ -148,7 +148,7 @@ class Cancelling:
             src, call_id: of the call, which may not have arrived yet, or have ended.
             calls: returns the calls that the worker serves.
         """
-        with self._lock:  # before it looks at the calls: one that arrives now looks here
+        with self._lock:  # before the search below: a call that arrives meanwhile checks ``early``
             self.early[src, call_id] = None
             if len(self.early) > MAX_EARLY:
                 del self.early[next(iter(self.early))]
@@ -167,7 +167,7 @@ class Cancelling:
                 return
             stop = call.stop
             if stop is not None:
-                stop()  # first: its coroutine gets this, and not the errors of its calls
+                stop()  # first: else the coroutine gets the errors of its calls
             self._cancel_calls_of(call)
             if stop is not None or not call.thread or _interrupt(call):
                 return
@@ -189,10 +189,10 @@ def _set_exception(thread: int, kind: type[BaseException]) -> None:
 
 
 def interruptible(call: ServedCall, run: Callable[..., _T], *args: Any) -> _T:
-    """Run a function for a call, which may be interrupted; when it ends, no interrupt is to come.
+    """Run a function for a call, which may be interrupted; no interrupt is pending afterwards.
 
     Args:
-        call: it is noted as that of this thread meanwhile.
+        call: the call, which is this thread's ``current_call`` meanwhile.
         run, args: the function and its arguments.
 
     Raises:
@@ -209,7 +209,7 @@ def interruptible(call: ServedCall, run: Callable[..., _T], *args: Any) -> _T:
             call.thread = 0
             if call.is_cancelled:
                 _take_back(thread)
-    finally:  # of its own: an interrupt may strike the one before
+    finally:  # a second one, as an interrupt may end the first
         current_call.reset(token)
 
 
@@ -236,10 +236,10 @@ class _TakenBack(BaseException):
 
 
 def _take_back(thread: int) -> None:
-    """Take back an interrupt of this thread that has not been raised; take one that is raised here.
+    """Drop an interrupt of this thread: one that is still pending, or that is raised here.
 
-    Another one replaces it, and is raised here.  Were it only cleared, Python would look for it for
-    ever: its flag is reset where an exception is raised.  (Under tracing, 3.11 does nothing else.)
+    ``_TakenBack`` replaces it, and is raised here.  If it were only cleared, Python would check for
+    it for ever: only raising an exception resets its flag.  (Under tracing, 3.11 only checks.)
     """
     struck: BaseException | None = None
     while True:
@@ -250,7 +250,7 @@ def _take_back(thread: int) -> None:
                 time.sleep(0)
         except _TakenBack:
             break
-        except BaseException as exc:  # the one that is to be taken back, or Ctrl-C
+        except BaseException as exc:  # the interrupt to drop, or Ctrl-C
             struck = exc
     if isinstance(struck, KeyboardInterrupt):
         raise struck

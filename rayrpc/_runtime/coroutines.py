@@ -34,7 +34,7 @@ Done = Callable[[Outcome[Any]], None]
 
 
 class Coroutines:
-    """Run coroutines.
+    """Run coroutines on event loops.
 
     Args:
         name (str): prefix of the threads' names.
@@ -89,7 +89,7 @@ class Coroutines:
             self._guard = guard
 
     def _wake(self) -> None:
-        """Have the current loop, made if need be, take from the queue."""
+        """Have the current loop take from the queue; start a loop if there is none."""
         if self._current is None:
             self._current = _Loop(f"{self._name}-{len(self._loops)}", self._take, self._leave)
             self._loops.add(self._current)
@@ -107,7 +107,7 @@ class Coroutines:
             return None
 
     def _leave(self, loop: _Loop, ends: bool) -> None:
-        """Stop giving coroutines to a loop; ``ends``: its last coroutine is done."""
+        """Stop passing coroutines to a loop; ``ends``: its last coroutine is done."""
         with self._lock:
             if self._current is loop:
                 self._current = None
@@ -194,7 +194,7 @@ class _Loop:
         """Run the loop until it is stopped and ``is_over``.
 
         A task that raises SystemExit or KeyboardInterrupt is done, but asyncio raises these from
-        the loop too, which forgets that it was to stop.
+        the loop, too, and drops its request to stop.
         """
         while not is_over():
             with contextlib.suppress(SystemExit, KeyboardInterrupt):

@@ -58,7 +58,7 @@ def get_agent() -> Agent:
 
 
 def initialized_agent() -> Agent:
-    """Return the agent, to a function that users call.
+    """Return the agent, for a function that users call.
 
     Raises:
         NotInitializedError: there is none; in torch's words.
@@ -93,7 +93,7 @@ def add(agent: Agent) -> None:
 
 
 def remove(agent: Agent) -> None:
-    """Forget an agent of another group."""
+    """Remove an agent of another group."""
     if _others.get(agent.key) is agent:
         del _others[agent.key]
 

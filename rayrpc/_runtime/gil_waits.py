@@ -24,7 +24,7 @@ class GilWaits:
 
     @contextlib.contextmanager
     def measured(self, invocation: object) -> Iterator[None]:
-        """Measure it once, then run a call."""
+        """Measure the wait once, then run a call."""
         began = time.perf_counter()
         time.sleep(0)
         self._seconds += time.perf_counter() - began

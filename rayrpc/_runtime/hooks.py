@@ -1,7 +1,7 @@
-"""Concerns that accompany calls: profiling, metrics, distributed autograd.
+"""Hooks, which take part in calls: profiling, metrics, distributed autograd.
 
-Each is a ``Hook`` in a file of its own, registered on the agent.  A call without an interested hook
-costs one check of a list.
+Each is a ``Hook`` in a file of its own, registered on the agent.  A call in which no hook takes
+part costs one check of a list.
 
     caller                                          callee
     before_send, encode, after_encode
@@ -92,10 +92,10 @@ class Hook:
     modes = frozenset({"sync", "async", "remote", "fetch"})
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
-        """Note that the worker with this id left or died."""
+        """Handle the loss of the worker with this id, which left or died."""
 
     def close(self) -> None:
-        """Note that the agent is shut down."""
+        """Handle the shutdown of the agent."""
 
     def debug_info(self) -> dict[str, str]:
         """Return counters for ``_get_debug_info``, as text."""

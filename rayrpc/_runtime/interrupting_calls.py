@@ -3,11 +3,11 @@
 Python collects garbage in whatever thread allocates an object, and runs the handlers of signals in
 the main thread, both between any two instructions: also while the thread holds a lock of this
 package, or reads a connection for others, or has just been started to do so.  A call from there
-would wait for that lock for ever, or for a reply that nobody reads.  So another thread makes it,
-and the thread that was interrupted cannot wait for it.
+would wait for that lock for ever, or for a reply that no thread reads.  So another thread makes
+it, and the thread that was interrupted cannot wait for it.
 
-A finalizer of an object whose last reference is dropped runs there and then.  No such reference is
-dropped under a lock here.
+A finalizer also runs as soon as the last reference to its object is dropped.  This package drops no
+such reference while it holds a lock.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _on_collection(phase: str, _: object) -> None:
 
 
 def _is_interrupting() -> bool:
-    """Tell whether the caller of this package, which makes a call, interrupts this package."""
+    """Return whether the code that makes this call has interrupted code of this package."""
     if not _here.calls and _collector != threading.get_ident():
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -108,7 +108,7 @@ def is_in_function(frame: FrameType | None) -> bool:
     """Tell whether a thread that serves a call is in the user's function, and not in this package.
 
     Args:
-        frame: its innermost one; code of libraries is of what calls it.
+        frame: the thread's innermost frame; code of libraries counts as part of its caller.
     """
     while frame is not None:
         module = _module(frame)
@@ -157,7 +157,7 @@ def guarded(
 
 
 class InterruptingCalls:
-    """Make calls in another thread.
+    """Make calls of code that has interrupted this package, in another thread.
 
     Args:
         submit (Callable): runs a task in a thread.
@@ -165,7 +165,7 @@ class InterruptingCalls:
 
     def __init__(self, submit: Callable[[Callable[[], None]], None]) -> None:
         self._submit = submit
-        # ``put`` takes no lock that a finalizer could find taken
+        # ``put`` takes no lock that the interrupted thread may hold
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._left: dict[Callable[[], None], Any] = {}  # tasks, and their Futures
         self._closed = False
@@ -195,7 +195,7 @@ class InterruptingCalls:
         return future
 
     def make_and_drop(self, call: Callable[..., Any], to: Member, *args: Any) -> Any:
-        """Make a call that waits for its value, and raise an error, as this thread cannot wait."""
+        """Make a call and drop its value; raise an error, as this thread cannot wait for it."""
 
         def task() -> None:
             try:
@@ -213,7 +213,7 @@ class InterruptingCalls:
         )
 
     def refuse(self, call: Callable[..., Any], to: Member, *args: Any, **kwargs: Any) -> Any:
-        """Raise the error of a call that cannot be made so."""
+        """Raise the error of a call that cannot be made in another thread."""
         raise RpcError(
             f"A finalizer, or a handler of signals, uses an RRef with RPC worker {to.name!r} while "
             "its thread makes another call, and cannot wait. Use rpc_async there."

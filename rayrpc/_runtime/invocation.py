@@ -58,7 +58,7 @@ class Invocation(NamedTuple):
         return self.func(*self.args, **self.kwargs)
 
     def map(self, change: Callable[[Any], Any]) -> Invocation:
-        """Return one whose arguments are changed, and those that a forwarding function passes."""
+        """Return a copy with changed arguments, those that ``func`` forwards included."""
         func, args, kwargs = self
         if hasattr(func, "_rayrpc_forwards"):
             *own, args, kwargs = args
@@ -73,10 +73,10 @@ def _changed(
 
 
 def prompt(func: F) -> F:
-    """Have calls of a function of this package run at once, whatever users' functions run.
+    """Have calls of a function of this package run at once, without a worker slot.
 
     Args:
-        func: must not wait for anything, unless no other call is served yet.
+        func: the function; it must not wait, unless no other call is served yet.
     """
     func._rayrpc_is_prompt = True  # type: ignore[attr-defined]
     return func
@@ -88,25 +88,25 @@ def is_prompt(func: object) -> bool:
 
 
 def asked_ahead(func: F) -> F:
-    """Note that calls of a function of this package wait for others before them, and are not slow.
+    """Mark a function of this package whose calls wait for earlier ones: they are not slow calls.
 
     Args:
-        func: replies in its turn.
+        func: the function, whose calls are replied to in order.
     """
     func._rayrpc_is_asked_ahead = True  # type: ignore[attr-defined]
     return func
 
 
 def is_asked_ahead(func: object) -> bool:
-    """Tell whether calls of a function wait for others before them."""
+    """Return whether calls of a function wait for earlier ones."""
     return getattr(func, "_rayrpc_is_asked_ahead", None) is True
 
 
 def forwards(func: F) -> F:
-    """Note that the last two arguments of a function of this package are those of another one.
+    """Mark a function of this package that calls another one with its last two arguments.
 
     Args:
-        func: calls the other one with them.
+        func: the function; the two are positional and keyword arguments of the other one.
     """
     func._rayrpc_forwards = True  # type: ignore[attr-defined]
     return func

@@ -1,8 +1,8 @@
 """An iterator that makes its values one at a time, each when its turn comes, in whatever thread.
 
-Values are numbered from 0.  Who wants one asks for its number, in any order; the steps run in the
+Values are numbered from 0.  Callers request them by number, in any order; the steps run in the
 order of the numbers, one at a time.  A step ends when its value has been encoded, as a generator
-may write to what it has yielded once it goes on.
+that goes on may write to what it has yielded.
 
     IDLE ── the turn that is due has come ──> RUNNING ── end_step, no turn is due ──> IDLE
      │                                           │
@@ -47,7 +47,7 @@ class Steps:
 
     Args:
         iterator: its ``close``, if it has one, is called when it is closed before its end.
-        func (Callable): made it; names it where calls are recorded.
+        func (Callable): the function that made it; names it where calls are recorded.
     """
 
     def __init__(self, iterator: Any, func: Any) -> None:
@@ -66,14 +66,14 @@ class Steps:
         self._closed: Promise[Outcome[None]] = Promise()
 
     def take(self, number: int, begin: Task) -> bool:
-        """Take a turn.
+        """Begin a step if it is due, or register what begins it later.
 
         Args:
-            number: of the step.
-            begin: is called when the turn comes, from any thread, if it has not come yet.
+            number: the number of the step.
+            begin: called, from any thread, when the step becomes due, unless it is due now.
 
         Returns:
-            True if it has: the caller runs ``make`` now.
+            True if the step is due now: the caller runs ``make``.
         """
         with self._lock:
             if not self._has_ended:
@@ -97,13 +97,13 @@ class Steps:
             outcome: Outcome[Any] = Value(Ended(stop.value))
         except BaseException as exc:
             outcome = Error(exc)
-            if isinstance(exc, asyncio.CancelledError):  # perhaps it came before the iterator ran
+            if isinstance(exc, asyncio.CancelledError):  # perhaps before the iterator ran
                 self._outcome = self._close_iterator()
         self._has_ended = True
         return outcome
 
     def end_step(self) -> None:
-        """Let the next step begin; each ``make`` has one."""
+        """Let the next step begin; called once for each ``make``."""
         with self._lock:
             self._due += 1
             has_ended = self._has_ended
@@ -183,10 +183,10 @@ class AsyncSteps:
         done: Callable[[Outcome[Any]], object],
         coroutines: Coroutines,
     ) -> None:
-        """Take a turn.
+        """Make a value when its step is due.
 
         Args:
-            number: of the step.
+            number: the number of the step.
             within: returns a context for each part of the step; None: it needs none.
             done: takes the value, an error of the iterator, or ``Ended``; the next step begins
                 when it returns.
@@ -221,7 +221,7 @@ class AsyncSteps:
         return self._closed
 
     def _wake(self) -> None:
-        """Have the coroutine look again; it looks when it starts, too."""
+        """Have the coroutine check for turns; it also does when it starts."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended

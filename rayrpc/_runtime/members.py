@@ -24,19 +24,19 @@ class Joined(Protocol):
         """Take a member that joined.
 
         Args:
-            member: who joined.
-            predecessor: a member with the same id that has left, if that was not known yet.
+            member: the member that joined.
+            predecessor: a former member with its id whose leave was not reported yet; else None.
         """
 
 
 class Members:
-    """Know who is in a group, who was, and why that one is gone.
+    """Keep the present and the former members of a group, and why the former ones are gone.
 
     Args:
         me (Member): this worker.
         members (Iterable[Member]): all members, this worker included.
-        fetch (Callable): asks the directory for the members; used in dynamic groups, where the
-            news of a member may arrive later than its first call.
+        fetch (Callable): requests the members from the directory; used in dynamic groups, where
+            the first call of a member may arrive before the report that it has joined.
         on_joined (Joined): called for each member that joins later.
         on_left (Callable): called for each that leaves, unless a successor has its id; only one of
             the two is called at a time.
@@ -52,7 +52,7 @@ class Members:
     ) -> None:
         self.me = me
         members = list(members)
-        #: whether the group was made with a ``world_size``; guests come to it all the same
+        #: whether the group was made with a ``world_size``; guests may join it, too
         self.is_static = any(member.world_size is not None for member in members)
         #: ids of the guests
         self.guests = {member.id for member in members if member.is_guest}
@@ -61,14 +61,14 @@ class Members:
         self._on_left = on_left
         self._changed = Notifier()
         self._changes = threading.RLock()  # held by the thread that adds or removes a member
-        #: by id: how often it was used before, as far as this worker knows; it never falls
+        #: by id: how often it was used before, as reported so far; never decreases
         self.epochs = {member.id: member.epoch for member in members}
         self._is_changing = False
         self._by_id = {member.id: member for member in members}
         self._by_name = {member.name: member for member in self._by_id.values()}
         self._deaths: dict[str, WorkerDiedError] = {}  # by token
         self._former: dict[str, Member] = {}  # the last one with a name
-        self._replaced: dict[str, Member] = {}  # the one before that has the name now
+        self._replaced: dict[str, Member] = {}  # by a name in use: the last one that had it before
         #: tokens of members that have died, and in whose places others are started
         self.restarting: set[str] = set()
 
@@ -104,7 +104,7 @@ class Members:
             if found is not None and found.name != to.name:
                 found = None
             if found is None and to.name not in self._former:
-                found = self._by_name.get(to.name)  # made by hand: torch goes by the name
+                found = self._by_name.get(to.name)  # made by the program: torch uses its name
         elif isinstance(to, int):
             found = self._by_id.get(to)
         else:
@@ -141,7 +141,7 @@ class Members:
         return None if error is None else fresh(error)
 
     def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
-        """Return why the owner of an RRef is gone, if it is, though another may have its name."""
+        """Return why the owner of an RRef is gone, if it is; another member may have its name."""
         former = self._former.get(info.name)
         if former is not None:
             return self.death_of(former)
@@ -172,7 +172,7 @@ class Members:
             epoch: how often its id was used before.
         """
         known = self.epochs.get(worker_id, -1)
-        if known < epoch:  # the news that it has joined is late
+        if known < epoch:  # it has joined, and that was not reported yet
             release_reader()
             for member in self._fetch():
                 if member.id == worker_id:
@@ -185,7 +185,7 @@ class Members:
     def add(self, member: Member) -> None:
         """Add a member that joined, unless it is known to be gone.
 
-        It is reported first: a thread that finds it may call it.
+        ``on_joined`` is called first: other threads may call the member as soon as they find it.
         """
         with self._change() as is_within_another:
             holder = self._by_id.get(member.id)
@@ -206,13 +206,13 @@ class Members:
         """Remove a member that left or died.
 
         Args:
-            member: who is gone.
-            error: why.
+            member: the member that is gone.
+            error: the error that says why.
             is_restarted: another one is started in its place.
         """
         with self._change():
             self._deaths[member.token] = error
-            if self._by_name.get(member.name, member) != member:  # that change was late
+            if self._by_name.get(member.name, member) != member:  # another one has joined already
                 self._replaced[member.name] = member
             else:
                 self._former[member.name] = member
@@ -227,10 +227,10 @@ class Members:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[bool]:
-        """Have this thread alone change the members.
+        """Hold the lock for changes of the members.
 
         Yields:
-            True if this thread does already: a finalizer has come between.
+            True if this thread holds it already: a finalizer interrupts a change.
         """
         with self._changes:
             outer, self._is_changing = self._is_changing, True

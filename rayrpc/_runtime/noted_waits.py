@@ -1,4 +1,4 @@
-"""What threads wait for at other workers, apart from replies to calls: so that it can be told."""
+"""Record what threads wait for at other workers, apart from replies to calls, for reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NotedWait(NamedTuple):
     """A wait of a thread.
 
     Args:
-        where (str): what it waits in, as its user would call it: "shutdown".
+        where (str): name of the operation that it waits in, such as "shutdown".
         workers (Callable): returns the names of those that it waits for.
         since (float): ``time.monotonic()`` when it began.
     """

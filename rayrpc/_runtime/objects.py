@@ -22,10 +22,10 @@ class ObjectStore(Protocol):
         """Raise a TypeError unless ``ref`` is a reference to an object."""
 
     def at_hand(self, ref: Any) -> Value[Any] | None:
-        """Return the value of an object that is here, and is sent faster than taken from the store.
+        """Return the value of a local object that is faster to send than to read from the store.
 
         Args:
-            ref: of the object.
+            ref: the reference to the object.
 
         Returns:
             None if it is elsewhere, large, not there yet, or an error.
@@ -43,10 +43,10 @@ class ObjectStore(Protocol):
         """Store a value, or an error that is raised where it is read; return the reference."""
 
     def promise(self) -> tuple[Any, Callable[[Outcome[Any]], object]]:
-        """Return a reference to an object that is not there yet, and what completes it."""
+        """Return a reference to an object without a value, and the function that sets the value."""
 
     def close(self) -> None:
-        """Fail the objects that are not there yet; idempotent."""
+        """Fail the objects that have no value yet; idempotent."""
 
 
 class NoStore:
@@ -76,7 +76,7 @@ def _no_store() -> RpcError:
 
 
 def ref_of(store: ObjectStore, source: Promise[Outcome[Any]]) -> Any:
-    """Return a reference to an object with the value, or the error, of what completes once."""
+    """Return a reference to an object that gets the outcome of a promise."""
     outcome = source.value
     if outcome is not None:
         return store.put(outcome)
@@ -91,8 +91,8 @@ def receive(
     """Replace the references that are arguments by their objects' values.
 
     Args:
-        store: has the objects.
-        objects: of a request.
+        store: the store that has the objects.
+        objects: the references in a request.
         done: takes the references and values by position, or the first error, from any thread.
     """
     received = list(objects.refs)

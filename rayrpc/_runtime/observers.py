@@ -1,4 +1,4 @@
-"""Tell a program who joins its group, and who leaves it."""
+"""Call a program's observers when members join its group or leave it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call under way, as its caller keeps it."""
+"""The caller's record of a call under way."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Completer(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """A call on its way; it does not hold the frame, whose buffers may be large.
+    """A call under way; it does not hold the frame, whose buffers may be large.
 
     Args:
         to: the callee.
         id: of the call.
         timeout: in seconds; None: none.
         lent: handles that must live until the reply is there.
-        call: what hooks know of it; None if no hook takes part.
+        call: its record for hooks; None if no hook takes part.
         keeps_type: an error is raised by ``to_here``; see ``remote_errors``.
         func: what it runs; None: it fetches a value.
         thread: ident of the thread that waits for it; 0: none does.
@@ -100,13 +100,13 @@ class OpenCall:
         return self._ends[0] == by_reply
 
     def failed(self, error: BaseException) -> Error:
-        """Return the outcome of a call with an error, which is logged if nobody asks for it."""
+        """Return the outcome of a call with an error, which is logged if it is never read."""
         name = name_of(self.request.func, self.request.to.name)
         return Error(error, None, name[:1].upper() + name[1:])
 
     @property
     def future(self) -> Any:
-        """What the user waits with; None if that is something else, or not known."""
+        """The Future that the user waits for; None if that is something else, or not known."""
         return self.done.args[0] if isinstance(self.done, functools.partial) else None
 
     @property
@@ -123,7 +123,7 @@ class OpenCall:
             self.caller.threads.submit(lambda: self.caller.finish(self, outcome))
 
     def is_cheap(self, outcome: Outcome[Frame]) -> bool:
-        """Tell whether any thread may finish it, also one that an interrupt may strike.
+        """Return whether any thread may finish it, also one that may be interrupted.
 
         The reply to ``remote`` has nothing to decode, and no user's code waits for it.
         """

@@ -79,7 +79,7 @@ def _runs(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     except TypeError:
         return False
     except Exception:
-        return True  # of the values: the callee raises it
+        return True  # an error of the values: the callee raises it
     return True
 
 

@@ -15,11 +15,11 @@ __all__ = ["run"]
 
 
 def run(invocation: Invocation, is_async: bool) -> Any:
-    """Return what a function returns.
+    """Run a function, and return its value.
 
     Args:
         invocation: the function and its arguments.
-        is_async: it returns a Future, and its class is that of another one (``async_execution``).
+        is_async: it returns a Future (``async_execution``), and may wrap a scripted function.
     """
     func: Any = invocation.func
     inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func

@@ -1,4 +1,4 @@
-"""A call under way, as its callee keeps it."""
+"""The callee's record of a call under way."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ServedCall:
 
     Args:
         src: id of the caller.
-        id: of the call, by which its caller knows it.
-        rref_id: of a FETCH, or of a REMOTE: of the value.
+        id: id of the call, which its caller has chosen.
+        rref_id: identity of the RRef, of a FETCH or a REMOTE.
         hooks: of the worker that serves it.
         cell: keeps the value of a REMOTE.
         func: what it runs; None: not known yet, or nothing.
         thread: ident of the thread that runs the function; 0: none does.
         since: ``time.monotonic()`` at its arrival.
-        is_cancelled: its caller wants no reply; what it runs is to end.
+        is_cancelled: its caller has cancelled it; what it runs is to end.
         stop: cancels its coroutine; None: it runs none.
     """
 

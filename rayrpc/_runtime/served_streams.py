@@ -1,6 +1,6 @@
 """Streams at the worker that makes their values.
 
-A stream is an RRef to an iterator, and calls that each ask for one of its values:
+A stream is an RRef to an iterator, and calls that each return one of its values:
 
     caller                                  callee
     remote(open_iterator, func, args)  ──>  the cell of the RRef keeps the iterator
@@ -9,8 +9,8 @@ A stream is an RRef to an iterator, and calls that each ask for one of its value
     advance(RRef, window)              ──>
     the handle of the RRef is dropped  ──>  the iterator is closed
 
-So a death at either end is the loss of an RRef's owner or holder, and an error of the iterator is
-that of a call.
+So the death of either worker is handled as the loss of an RRef's owner or holder, and an error of
+the iterator as that of a call.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ CLOSE = -1
 
 
 class Turn(NamedTuple):
-    """What the functions that callers run on a stream return, to the callee.
+    """Request a value of a stream, or its end: the result of ``advance`` and ``close``.
 
     Args:
-        rref_id (GloballyUniqueId): of the stream.
-        number (int): of the value; CLOSE: the iterator is to be closed.
+        rref_id (GloballyUniqueId): identity of the stream's RRef.
+        number (int): number of the value; CLOSE: close the iterator.
     """
 
     rref_id: GloballyUniqueId
@@ -73,8 +73,8 @@ def advance(created_on: int, name: str, local_id: int, number: int) -> Turn:
 
     Args:
         created_on, local_id: the identity of its RRef.
-        name: of its function.
-        number: of the value.
+        name: the name of its function.
+        number: the number of the value.
     """
     return Turn(GloballyUniqueId(created_on, local_id), number)
 
@@ -105,7 +105,7 @@ def open_iterator(func: Callable[..., Any], args: Any, kwargs: Any) -> ServedIte
 
 
 class ServedIterator:
-    """An iterator; it is closed when this is collected.
+    """Hold an iterator, which is closed when this is collected.
 
     Args:
         steps: its steps.
@@ -116,7 +116,7 @@ class ServedIterator:
         self.on_collected: Callable[[Steps | AsyncSteps], object] | None = None
 
     def __del__(self) -> None:
-        if self.on_collected is not None:  # else it has made nothing yet
+        if self.on_collected is not None:  # else no call has used it yet
             self.on_collected(self.steps)
 
 
@@ -124,11 +124,11 @@ class ServedStreams:
     """Serve the streams of one worker.
 
     Args:
-        worker (Worker): its parts.
+        worker (Worker): the parts of that worker.
         slots (Slots): bounds how many users' functions run at a time.
         coroutines (Coroutines): runs asynchronous iterators.
         run (Callable): runs a user's function, for a call.
-        within (Callable): returns the context, of the hooks that take part, of a part of a call.
+        within (Callable): returns the hooks' context for one part of a call.
         reply (Callable): makes the reply to a call.
         settle (Callable): sets a late reply; takes what makes it.
     """
@@ -157,22 +157,22 @@ class ServedStreams:
         )
 
     def add_own(self, rref_id: GloballyUniqueId, handle: Any) -> None:
-        """Note the handle of a stream that this worker asks of itself.
+        """Register the handle of a stream whose caller is this worker itself.
 
-        No fork of it is counted, so the RRefs of this worker do not know it.
+        No fork of it is counted, so the RRef table of this worker does not list it.
         """
         self._own[rref_id] = handle
 
     def serve(
         self, frame: Frame, entry: ServedCall, turn: Turn, call: IncomingCall | None
     ) -> Frame | Deferred:
-        """Reply to a call that returned a ``Turn``, when that has come.
+        """Reply to a call that returned a ``Turn``, once that is due.
 
-        The thread has a slot.
+        This thread has a worker slot.
         """
         try:
             opened = self._find(turn.rref_id)
-        except CallError as exc:  # it was released: few ask, so nothing is printed here
+        except CallError as exc:  # it was released: not printed here, as other errors are
             text = f"On {self._me}:\n{exc!r}\n"
             opened = Error(exc, described_as(text, exc, pickle.dumps))
         if isinstance(opened, Error):
@@ -180,7 +180,7 @@ class ServedStreams:
         if opened.value.on_collected is None:
             opened.value.on_collected = self._on_collected
         steps = opened.value.steps
-        del opened  # it is collected once the RRef is
+        del opened  # so that it is collected with the RRef
         deferred = Deferred()
 
         def reply(outcome: Outcome[Any]) -> None:
@@ -250,7 +250,7 @@ class ServedStreams:
         return steps.close(self._slots.submit)
 
     def _on_collected(self, steps: Steps | AsyncSteps) -> None:
-        """Close the iterator of a stream that nobody holds; any thread may collect it."""
+        """Close the iterator of a stream without handles; any thread may collect it."""
         self._slots.submit_aside(lambda: self._close_unheld(steps))
 
     def _close_unheld(self, steps: Steps | AsyncSteps) -> None:

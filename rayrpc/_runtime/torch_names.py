@@ -28,7 +28,7 @@ def enable_gil_profiling(flag: bool) -> None:
     The average is ``agent.gil_average_wait_time_us`` in the agent's ``get_debug_info()``.
 
     Args:
-        flag (bool): measure; the sums begin anew.
+        flag (bool): whether to measure; the sums are reset.
 
     Raises:
         RuntimeError: RPC is not initialized.

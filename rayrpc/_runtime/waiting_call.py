@@ -53,7 +53,7 @@ def await_reply(
             if request.is_cancelled:
                 raise cancelled(request.func, request.to.name) from None
             death = death_of(request.to)
-            if death is not None:  # the transport may learn of it much later
+            if death is not None:  # the transport may detect it much later
                 deaths += 1
                 if deaths > LOSS_POLLS:
                     raise death from None

@@ -26,7 +26,7 @@ class Worker:
         codec (Codec): encodes and decodes.
         devices (DeviceRoutes): its device maps, and those of its peers that concern it.
         rrefs (RRefContext): its RRefs.
-        hooks (list[Hook]): accompany its calls.
+        hooks (list[Hook]): the hooks that take part in its calls.
         rpc_timeout (float): default timeout of calls in seconds, 0 for none, as torch counts.
         objects (ObjectStore): the cluster's.
     """

@@ -15,8 +15,8 @@ class Cell(Promise[Outcome[Any]]):
     """Hold the outcome of the function that makes a value, once it has run.
 
     Args:
-        outcome (Outcome, optional): if it is there already.
-        made (object): where; see ``made_text``.
+        outcome (Outcome, optional): the outcome, if it is there already.
+        made (object): where the value was made; see ``made_text``.
     """
 
     __slots__ = ("made",)

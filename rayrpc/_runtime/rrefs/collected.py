@@ -1,7 +1,7 @@
 """Report the handles of RRefs that Python has collected, in whatever thread it collects.
 
-By the callback of a weak reference, a function in C: Python ignores an interrupt of a finalizer in
-Python, such as Ctrl-C, and what that was about to report would be lost.
+The callback of a weak reference, a function in C, reports them.  If an interrupt such as Ctrl-C
+ended a finalizer in Python, Python would ignore that, and the report would be lost.
 """
 
 from __future__ import annotations

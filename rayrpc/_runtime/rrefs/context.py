@@ -81,7 +81,7 @@ class MakeHandle(Protocol):
 
 
 class _Messages(NamedTuple):
-    """What a frame brought, to be applied once more: an interrupt came meanwhile."""
+    """The messages of a frame, to be applied again after an interrupt."""
 
     sender: int
     ack: int
@@ -99,7 +99,7 @@ class RRefContext:
         ids (IdSource): makes identities.
         make_handle (MakeHandle): makes handles.
         send_control (Callable): sends the pending messages for a worker; must not block.
-        group (str): names the group.
+        group (str): the group's key.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RRefContext:
         Args:
             rref_id, fork_id: new identities, of the RRef and of this worker's fork.
             owner: id of the owner.
-            made: where; see ``made_text``.
+            made: where the value was made; see ``made_text``.
         """
         with self._lock:
             if owner == self._table.me:
@@ -252,7 +252,7 @@ class RRefContext:
         return self._table.is_counted(fork_id, by)
 
     def is_confirmed(self, fork_id: GloballyUniqueId) -> bool:
-        """Tell whether the owner is known to count a fork."""
+        """Return whether the owner has confirmed that it counts a fork."""
         with self._lock:
             result = self._table.is_confirmed(fork_id)
         return result
@@ -404,7 +404,7 @@ class RRefContext:
         return result
 
     def close(self) -> None:
-        """Forget all RRefs; handles that are alive count as deleted from now on."""
+        """Drop all RRefs; handles that are alive count as deleted from now on."""
         self._closed = True
         self._tasks.put(None)
         with self._lock:
@@ -424,7 +424,7 @@ class RRefContext:
         # may be any object, also one whose finalizer calls this context.
 
     def _run_tasks(self) -> None:
-        """Do what other threads have left to this one, in batches, and retransmit."""
+        """Run the tasks that other threads have queued, in batches, and retransmit messages."""
         next_turn = Deadline(RETRANSMIT_SECONDS)
         while not self._closed:
             tasks = self._take_tasks()

@@ -260,7 +260,7 @@ class RRef(Generic[T]):
         return self._home.user_api
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the type of the value, or a Future of it; asked for once."""
+        """Return the type of the value, or a Future of it; it is requested once."""
         future = self._type
         if future is None:
             if self._cell is not None:
@@ -279,7 +279,7 @@ class RRef(Generic[T]):
         try:
             return future.wait()
         except BaseException:
-            self._type = None  # ask again next time
+            self._type = None  # the next call requests it again
             raise
 
     def _begin_creation(self) -> Cell:
@@ -349,7 +349,7 @@ class RRef(Generic[T]):
         return None if failed else self._rref_id
 
     def _foreign(self, rrefs: RRefContext) -> RpcError:
-        """Return the error of a call of another group that has this RRef."""
+        """Return the error of sending this RRef in a call of another group."""
         if self._home.has_left:
             return RpcError(f"{self} is of group {self._home.key!r}, which this worker has left")
         return RpcError(
@@ -398,7 +398,7 @@ add_reducer(RRef, reduce_rref)
 
 
 def rref_maker(home: Home) -> Callable[..., RRef[Any]]:
-    """Return what makes the handles of a worker."""
+    """Return the function that makes the handles of a worker."""
 
     def make(
         rref_id: GloballyUniqueId,

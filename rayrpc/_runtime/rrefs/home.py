@@ -37,7 +37,7 @@ class Fetcher(Protocol):
 class Home(Protocol):
     """What handles need of their worker; the agent is one."""
 
-    #: names its group
+    #: the key of its group
     key: str
 
     @property

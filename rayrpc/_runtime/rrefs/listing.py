@@ -1,4 +1,4 @@
-"""What a worker tells of its RRefs: lists of them, and leaks."""
+"""Reports of a worker's RRefs: lists of them, and leaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OwnedRRef(NamedTuple):
     Args:
         id (tuple[int, int]): of the RRef.
         type (str): of the value; empty: it is not there yet.
-        made (str): where; empty: not known.
+        made (str): where it was made; empty: not known.
         holders (list[int | None]): ids of the workers that hold its forks, by fork; None: of one
             that is not known.
     """
@@ -36,7 +36,7 @@ class UsedRRef(NamedTuple):
     Args:
         id (tuple[int, int]): of the RRef.
         owner (int): id of the worker that has the value.
-        made (str): where, if by this worker; empty: another one has sent it.
+        made (str): where it was made, if by this worker; empty: another one has sent it.
     """
 
     id: tuple[int, int]

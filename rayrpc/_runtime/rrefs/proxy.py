@@ -91,7 +91,7 @@ def _call_when_type_is_known(call: Callable[[type], Any], kind: Any) -> Any:
 
 def _target(kind: type, func_name: str) -> Callable[..., Any]:
     """Return the function to run at the owner of a value of this type."""
-    # only the method itself knows whether it returns a Future; scripted ones never do
+    # only the method itself shows whether it returns a Future; scripted ones never do
     is_scripted = issubclass(kind, torch.jit.ScriptModule)
     if not is_scripted and hasattr(getattr(kind, func_name), "_wrapped_async_rpc_function"):
         return _local_invoke_async_execution

@@ -127,7 +127,7 @@ class Codec:
 
         Raises:
             SerializationError: it cannot be pickled, by reference or by value, or is too large.
-            NoDeviceError: a tensor in it is on a device that has no place there.
+            NoDeviceError: a tensor in it is on a device that ``devices`` does not map.
         """
         if type(obj) in PLAIN_TYPES:
             data = pickle.dumps(obj, 5)
@@ -156,12 +156,12 @@ class Codec:
     ) -> Payload:
         """Pickle a call; see ``encode``.
 
-        References to objects arrive as these objects' values where they are arguments themselves.
+        A reference to an object that is itself an argument arrives as the object's value.
 
         Args:
             invocation: the call.
             to, shares_main, devices: as for ``encode``.
-            at_hand: returns the value of an object if it is to be sent, not the reference.
+            at_hand: returns the value of an object if that is to be sent instead of the reference.
         """
 
         def change(argument: Any) -> Any:
@@ -209,7 +209,7 @@ class Codec:
             except SentInPartError as exc:
                 whole |= {exc.address}
             except UnitFoundError:
-                pass  # it is remembered
+                pass  # the unit is noted now: pickle again
             finally:
                 swap_storages(outer)
 

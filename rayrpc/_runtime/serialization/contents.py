@@ -1,7 +1,7 @@
 """What the globals of functions that go by value contain: digests of their pickles.
 
-Functions that go by value are pickled without the globals that they use, and classes that do stand
-for themselves.  Tensors are their values, RRefs and ObjectRefs what they refer to.
+Functions that go by value are pickled without the globals that they use, classes that go by value
+as their ids, tensors as their values, RRefs and ObjectRefs as the identity of what they refer to.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
     Args:
         values (dict[str, Any]): by name.
-        versions (dict[str, int]): that they were received with; empty if they were not.
+        versions (dict[str, int]): the versions of received ones; empty if they are this process's.
         units (list[tuple[str, ...]]): names of those that belong together.
     """
 
@@ -67,7 +67,7 @@ class Home(Protocol):
     key: Key
 
     def find(self, names: Iterable[str]) -> Found:
-        """Find those of the names that it has, as its program has set them."""
+        """Return those of the names that it has, with the values that its program has set."""
 
 
 #: returns the set of globals of a function; None: one that has no versions
@@ -75,7 +75,7 @@ HomeOf = Callable[[types.FunctionType], Home | None]
 
 
 class Received(NamedTuple):
-    """A global of another process, whose version says all of it."""
+    """A global of another process, identified by its version alone."""
 
     version: int
 
@@ -153,7 +153,7 @@ def _pickled(value: Any, home_of: HomeOf) -> Content:
 
 
 def _can_change(kind: type) -> bool:
-    """Tell whether two globals that refer to an instance may see one another change it."""
+    """Return whether a change of an instance through one global is visible through another."""
     if issubclass(kind, _CONTAINERS):
         return True
     if issubclass(kind, (type, types.FunctionType, types.ModuleType)):
@@ -169,7 +169,7 @@ def _identity(obj: Any) -> Hashable:
 
 
 class _Digest:
-    """A file, and a receiver of buffers, that keep nothing but a digest."""
+    """Compute a digest of what is written to it as a file, and of buffers."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha1(usedforsecurity=False)
@@ -186,7 +186,7 @@ class _Digest:
 
 
 class _Identities:
-    """What RRefs and references to objects are in contents; in place of an ``Encoding``."""
+    """Reduce RRefs and references to objects in contents; used in place of an ``Encoding``."""
 
     by_value = True
     devices = None
@@ -199,7 +199,7 @@ class _Identities:
 
 
 class _Standing:
-    """Stands in a content for an object that it is not made from again."""
+    """Replace an object in a content, which is never unpickled."""
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
@@ -250,7 +250,7 @@ _CONTENT_REDUCERS: Any = ChainMap(
 
 
 class _ContentPickler(cloudpickle.Pickler):
-    """Pickles a value to its digest.
+    """Pickle a value to its digest.
 
     Functions that go by value are pickled without the globals that they use, which are collected.
 

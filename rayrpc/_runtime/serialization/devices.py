@@ -21,7 +21,7 @@ __all__ = ["DeviceMap", "DeviceRoutes", "place", "reduce_mapped", "refuse"]
 DeviceMap = Mapping[torch.device, torch.device]
 
 _CPU = torch.device("cpu")
-# Devices without memory of their own: tensors there are described, not copied.
+# Devices whose tensors are not copied to host memory.
 _UNMAPPED = ("cpu", "meta")
 
 

@@ -1,7 +1,7 @@
-"""What a function that goes by value consists of, but for its globals.
+"""The parts of a function that goes by value, apart from its globals.
 
-As cloudpickle does it, which looks through all imported modules for each function that uses one:
-milliseconds for a function that uses torch.  Here the result is kept.
+The parts are cloudpickle's.  It searches all imported modules for each function that uses one:
+milliseconds for a function that uses torch.  Here the result is cached.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _PARTS = (
 
 
 class Names(NamedTuple):
-    """The global names in the code of a function, with that of functions inside of it.
+    """The global names in the code of a function and of the functions inside of it.
 
     Args:
-        used (tuple[str, ...]): all.
-        stored (tuple[str, ...]): that it binds or deletes.
-        builtin (tuple[str, ...]): that are those of builtins.
+        used (tuple[str, ...]): all names.
+        stored (tuple[str, ...]): names that it binds or deletes.
+        builtin (tuple[str, ...]): names of builtins.
         is_dynamic (bool): it may use others, by ``eval`` and the like.
     """
 

@@ -1,8 +1,8 @@
 """Whether the globals of functions that go by value have changed since they were last sent.
 
 A global gets a new version when its content has changed, or that of a global that a function in
-it uses.  So does a class, with its methods.  In the content of others a class is only named, since
-each process has one of it, which is changed in place.
+it uses.  So does a class, with its methods.  The content of others only names a class, since each
+process has one copy of it, which is changed in place.
 
     lr = 0.1                                        0.1
     def scale(x): return lr * x                     its code, and lr
@@ -11,7 +11,7 @@ each process has one of it, which is changed in place.
     agent = Agent()                                 which class, and its attributes
 
 Globals that refer to the same object, as a model and its optimizer, are a *unit*: they are sent
-together, and get new versions together, so that they do there, too.
+together, and get new versions together, so that they share it at the receiver, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ids: dict[int, str] = {}  # of this process and of those that it was forked fro
 
 
 def this_process() -> str:
-    """Return an id that no other process has, a forked child neither."""
+    """Return an id that no other process has, not even a forked child."""
     pid = os.getpid()
     found = _ids.get(pid)
     return _ids.setdefault(pid, uuid.uuid4().hex) if found is None else found
@@ -74,7 +74,7 @@ class _Versions:
         self.units: dict[Node, frozenset[Node]] = {}
 
     def note_unit(self, node: Node, unit: set[Node]) -> None:
-        """Remember which unit a global is in."""
+        """Store which unit a global is in."""
         others = frozenset(unit - {node})
         known = self.units.get(node, frozenset())
         if others != known:
@@ -165,7 +165,7 @@ class SentGlobals:
     # -- contents -----------------------------------------------------------------------------
 
     def _see(self, unseen: dict[Node, Any]) -> None:
-        """See globals, and all that these use, and make units of them.
+        """Visit globals, and all that these use, and group them in units.
 
         Raises:
             UnitFoundError: one of these has been sent in part.
@@ -203,7 +203,7 @@ class SentGlobals:
         return self._units.get(node, {node})
 
     def _version(self, node: Node) -> int:
-        """Return the version of a content with all that it uses, in circles too."""
+        """Return the version of a content with all that it uses, cycles included."""
         reached = {node}
         pending = [node]
         while pending:

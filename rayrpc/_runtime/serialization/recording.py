@@ -1,6 +1,6 @@
 """The recorder of the message that a thread encodes: how autograd takes part in the pickling.
 
-The codec and the reducers of tensors ask here whether a tensor that requires grad is recorded,
+The codec and the reducers of tensors check here whether a tensor that requires grad is recorded,
 which replaces its reduction. Without a recorder such a tensor is sent as a leaf.
 """
 

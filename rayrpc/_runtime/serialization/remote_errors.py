@@ -3,7 +3,7 @@
 As in torch, the caller raises an exception that is made from one string: the worker, the error and
 its traceback.  ``to_here`` raises the error's own type.  ``rpc_sync`` and Futures do so in torch
 for ValueErrors and TypeErrors alone, and raise RuntimeErrors for all others: here these are of a
-class that is both, so that ``except RuntimeError`` finds them, and ``except`` of their own type,
+class that is both, so that ``except RuntimeError`` catches them, and ``except`` of their own type,
 too.  If the type cannot be made from one string, or not be imported, it is a RuntimeError alone.
 """
 
@@ -102,7 +102,7 @@ def described_as(
 def _folded(error: BaseException) -> traceback.TracebackException:
     """Return an error's traceback, and those of its causes, without this package's frames.
 
-    They stay where there are no others, and with the setting ``full_traceback``.
+    These frames stay if there are no others, and with the setting ``full_traceback``.
     """
     trace = traceback.TracebackException(type(error), error, error.__traceback__)
     if config.settings().full_traceback:

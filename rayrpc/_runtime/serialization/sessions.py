@@ -61,7 +61,7 @@ class Sharer(Protocol):
 
 
 class NoRRefs:
-    """A ``Sharer`` for payloads that can have no RRef, as nobody would count its forks.
+    """A ``Sharer`` for payloads that can have no RRef, as no worker would count its forks.
 
     Args:
         reason (str): the text of the error of one that has.

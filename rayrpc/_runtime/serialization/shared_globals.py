@@ -1,7 +1,7 @@
 """Functions that go by value share the globals of their program, on each worker.
 
-The functions of a module that are sent from one process find one another's globals there: what
-one binds or changes, those that are called later see.  A global that the program has changed since
+The functions of a module that are sent from one process share their globals at the receiver: what
+one binds or changes, those that are called later use.  A global that the program has changed since
 arrives with the next call, for that call and later ones:
 
     program                         worker
@@ -12,10 +12,10 @@ arrives with the next call, for that call and later ones:
     rpc_async(w, f)     ────>       f uses {i: 1} and what of the set has not      seen: [0, 1]
                                     changed, as the first call may still run
 
-A name that any function binds (``global i``) is in the set alone, whoever changes it.
+A name that any function binds (``global i``) is in the set only, also if the program changes it.
 
-Each process is the *origin* of the functions that it defines.  Workers send them on as of this
-origin, with the values that it gave its globals; back there, they use the globals of the module.
+Each process is the *origin* of the functions that it defines.  Workers that send them on keep that
+origin, and the values that it has sent; back at the origin, they use the globals of the module.
 """
 
 from __future__ import annotations
@@ -333,9 +333,9 @@ class _View:
 
 
 class _Overlay(dict[str, Any]):
-    """Globals of which some are those of a set, whatever they become there.
+    """Globals of a function; those that it lacks are looked up in a set at each use.
 
-    Code finds what it lacks more slowly; so it has the builtins that the code uses.
+    Such a look-up is slower; so the builtins that the code uses are copied into it.
 
     Args:
         below: the set.
@@ -362,7 +362,7 @@ def _received(key: Key, base: Mapping[str, Any]) -> _ReceivedGlobals:
 
 
 def forget(process: str) -> None:
-    """Drop the globals that were received from a process: nothing comes from there any more.
+    """Drop the globals that were received from a process, which sends no more.
 
     Functions that are still here keep theirs.
     """

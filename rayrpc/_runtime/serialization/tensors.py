@@ -1,6 +1,6 @@
 """Tensors as protocol-5 buffers.
 
-A dense CPU tensor is its bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` over
+A dense CPU tensor is sent as bytes, dtype, sizes and strides.  The bytes are a ``PickleBuffer`` of
 the tensor's own memory, so that encoding copies nothing.  The receiver's tensor uses the buffer of
 the received frame, or a copy if that lies in an object store.  Torch's reduction takes four to ten
 times as long, and copies.
@@ -34,11 +34,11 @@ __all__ = [
     "swap_storages",
 ]
 
-# Below this size a view is sent with the gaps between its elements, as torch does; above it,
-# when the gaps weigh more than the elements, it is made contiguous first.
+# Below this size a view is sent with the gaps between its elements, as torch does; from it on, a
+# view whose gaps take at least as many bytes as its elements is made contiguous first.
 RECOPY_BYTES = 8 * 1024
 
-# Buffers below this many bytes stay in the pickle: a small one costs more apart than copied.
+# Buffers below this many bytes are copied into the pickle: that costs less than a buffer apart.
 INLINE_BYTES = 4096
 
 
@@ -61,10 +61,10 @@ _NUMPY_DTYPES = tuple(torch.empty(0, dtype=dtype).numpy().dtype for dtype in _DT
 
 
 class NoDeviceError(Exception):
-    """A tensor is on a device that has no place at the receiver.
+    """A tensor is on a device that the device map does not map to one of the receiver.
 
     Args:
-        device (torch.device): which.
+        device (torch.device): the device that the tensor is on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class SentInPartError(Exception):
     """A tensor has bytes of a storage that another tensor of its message was sent without.
 
     Args:
-        address (int): of the storage.
+        address (int): the address of the storage.
     """
 
     def __init__(self, address: int) -> None:
