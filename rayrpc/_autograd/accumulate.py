@@ -4,8 +4,8 @@ A leaf that has hooks gets its gradient from torch's engine all the same (``Isol
 a ``.grad`` that replaces the user's for that moment. So do all leaves where torch's process groups
 are in use: DDP's reducer averages what it finds in ``.grad``.
 
-The user's ``.grad`` comes back also where an interrupt ends the run, or comes while it is put back:
-what puts it back can be called again.
+The user's ``.grad`` is restored also if an interrupt ends the run, or the restoring: the function
+that restores it can be called again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "nodes_for_ddp",
 ]
 
-# So many leaves are known to have no hooks before all are forgotten.
+# Number of leaves without hooks that are cached; a larger cache is cleared.
 MAX_KNOWN_LEAVES = 1 << 16
 
 T = TypeVar("T")
@@ -41,19 +41,19 @@ _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # newer
 
 
 class _Claims:
-    """Leaves whose ``.grad`` or hooks a thread changes for a moment; others wait for them."""
+    """Lock leaves while a thread changes their ``.grad`` or hooks; other threads wait."""
 
     def __init__(self) -> None:
-        self._claimed: dict[int, object] = {}  # by the leaf's id: who has claimed it
+        self._claimed: dict[int, object] = {}  # by the leaf's id: what has claimed it
         self._lock = threading.Lock()
         self._changed = Notifier()
 
     def claim(self, leaves: Sequence[torch.Tensor], by: object) -> None:
-        """Wait until nobody has any of these, and take all.
+        """Wait until none of these leaves is claimed, and claim all.
 
         Args:
-            leaves: to take.
-            by: for whom.
+            leaves: the leaves to claim.
+            by: the object that claims them.
         """
         claims = dict.fromkeys(map(id, leaves), by)
 
@@ -67,7 +67,7 @@ class _Claims:
         self._changed.wait_until(take)
 
     def release(self, leaves: Sequence[torch.Tensor], by: object) -> None:
-        """Let others have those of the leaves that were claimed by ``by``."""
+        """Release those of the leaves that ``by`` has claimed."""
         with self._lock:
             for leaf in leaves:
                 if self._claimed.get(id(leaf)) is by:
@@ -103,10 +103,10 @@ def _run_and_undo(run: Callable[[], T], undo: Callable[[], object]) -> T:
 
 
 class _HookFinder:
-    """Find nodes that have hooks, and remember leaves whose nodes have none.
+    """Find nodes that have hooks, and cache the leaves whose nodes have none.
 
-    Torch has no query for it: only registering a hook returns the node's others. What is
-    remembered holds until any hook is registered anywhere, because torch numbers hooks.
+    Torch has no query for it: only registering a hook returns the node's others. The cache is
+    valid until any hook is registered anywhere, which torch's numbers of hooks show.
     """
 
     def __init__(self) -> None:
@@ -176,12 +176,12 @@ def hooked_leaves(nodes: Sequence[Any]) -> bool:
 
 
 class IsolatedLeaves:
-    """Have torch's engine accumulate as always, but for each leaf into a ``.grad`` of its own.
+    """Have torch's engine accumulate gradients into a temporary ``.grad`` of each leaf.
 
-    Only while the engine runs a leaf's node, and the hooks of that, is its ``.grad`` another one.
+    The user's ``.grad`` is replaced only while the engine runs the leaf's node and its hooks.
 
     Args:
-        nodes (Iterable): ``AccumulateGrad`` nodes; leave others alone.
+        nodes (Iterable): ``AccumulateGrad`` nodes; other leaves are not changed.
         is_ours (Callable): tells, in a hook, whether it belongs to this run of the engine.
     """
 

@@ -25,7 +25,7 @@ from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = ["DistAutogradContext", "Gradients", "PassPart", "TensorKey"]
 
-# A reply carries the dependencies of its tensors, and theirs in turn, for so many tensors at most.
+# A reply carries direct and indirect dependencies of its tensors, for this many tensors at most.
 MAX_DEPENDENCIES = 64
 
 #: names a tensor that was sent: the id of the sender, of the message, and the tensor's number there
@@ -72,7 +72,7 @@ class DistAutogradContext:
         self.callers: set[int] = set()
         #: parts of backward passes under way, by the pass's id
         self.passes: dict[int, PassPart] = {}
-        #: why passes were aborted, by their id; an abort may overtake the start of a part
+        #: why passes were aborted, by their id; an abort may arrive before the start of a part
         self.aborted: dict[int, RpcError] = {}
         #: the tensors that tensors of other workers' messages depend on, as far as is known
         self.dependencies: dict[TensorKey, list[TensorKey]] = {}
@@ -202,7 +202,7 @@ class DistAutogradContext:
     # -- passes -----------------------------------------------------------------------------------
 
     def add_pass(self, pass_id: int, part: PassPart) -> Gradients:
-        """Register this worker's part of a pass; return the gradients that overtook its start."""
+        """Register this worker's part of a pass; return the gradients that came before it."""
         with self._lock:
             self.passes[pass_id] = part
             result = self._early.pop(pass_id, {})

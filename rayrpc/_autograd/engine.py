@@ -1,4 +1,4 @@
-"""Torch's engine of backward passes, as this package uses it; the place for its private names."""
+"""Torch's autograd engine, as this package uses it; only this module uses its private names."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["explore"]
 def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, set[int]]]:
     """Return the tensors of messages that an entry depends on, directly or not.
 
-    A tensor's dependencies are known from the reply that carried them; else its sender is asked.
+    A tensor's dependencies come with the reply that carries them, or are requested from its sender.
 
     Args:
         context: of the pass.

@@ -108,8 +108,8 @@ class Refusal(Recorder):
     """Refuse to record the tensors of the message that is encoded in this context.
 
     Args:
-        group (str): whose context the thread is in.
-        other (str): whose worker is called.
+        group (str): the group whose context the thread is in.
+        other (str): the group whose worker is called.
     """
 
     def __init__(self, group: str, other: str) -> None:

@@ -42,7 +42,7 @@ __all__ = [
 
 ID_BITS = 48  # of a context's number; above these is the id of the worker that opened it
 AUTOGRAD = "autograd"
-# A call may arrive after its context was released, and must not open it again; so many are known.
+# Number of released contexts whose ids are kept: a call that arrives late must not open them again.
 MAX_RELEASED = 4096
 # A release is sent with the next call to the worker, or alone after one to two times this.
 NOTIFY_SECONDS = 0.02
@@ -115,7 +115,7 @@ class ContextFuture(Future):  # type: ignore[type-arg]
 
 
 class GradContexts(Hook):
-    """The contexts of one worker, which are those of its group: other groups' calls have no part.
+    """Hold the contexts of one worker in its group; other groups' calls take no part in them.
 
     A thread is in one context at most, of whatever group.
     """
@@ -135,7 +135,7 @@ class GradContexts(Hook):
         self._passes = 0  # backward passes under way
 
     def attach(self, agent: Agent, first: int = 0) -> None:
-        """Serve an agent: make its ids, and send by it.
+        """Make ids for an agent's contexts and messages, and send by that agent.
 
         Call it once, before the agent's first call.
 
@@ -217,7 +217,7 @@ class GradContexts(Hook):
         self.end(self.find_context(context_id))
 
     def end(self, context: DistAutogradContext) -> None:
-        """Release a context; do so again after an interrupt, which comes at any point."""
+        """Release a context; after an interrupt, at any point, this may be called again."""
         if _thread.context is context:
             _thread.context = None
         self._release(context, set(), again=True)

@@ -1,6 +1,6 @@
 """The part of the worker that leads a backward pass; see ``participant.py`` for the pass.
 
-What the leader knows of each other worker's part:
+The leader's state for each other worker's part:
 
     UNSTARTED ──begin_part──> PENDING ──reply──> NEEDS_GRADIENTS ──gradients──> PENDING
                               PENDING ──reply──> ENDED
@@ -153,7 +153,7 @@ class Leader(Participant):
     # -- the others' parts ------------------------------------------------------------------------
 
     def _change_status(self, worker: int, before: int, after: int) -> bool:
-        """Change what is known of a part; return False if it is not as ``before``."""
+        """Change the status of a part; return False if it is not ``before``."""
         with self._lock:
             if self._status[worker] != before:
                 return False

@@ -25,9 +25,9 @@ and sends others as they are complete.  It has a thread of its own while it may 
 A part in FINISHED is done at once, whether or not other workers have replied to its gradients; only
 the leader's part stays there until all other parts are done.
 
-The leader learns of the end by the reply to *begin*; or, if the part can only go on with gradients
-from the leader, by the reply to its next request.  So two workers alternate, and each message of a
-pass between them is the reply to another.  Whether a request of the leader is open:
+The reply to *begin* reports the end to the leader; or, if the part can only go on with gradients
+from the leader, the reply to its next request does.  So two workers alternate, and each message of
+a pass between them is the reply to another.  Whether a request of the leader is open:
 
     report is due ──reply NEEDS_GRADIENTS──> not due ──request of the leader──> report is due
 
@@ -70,7 +70,7 @@ __all__ = [
     "names_of",
 ]
 
-#: what threads that wait for other parts are said to wait in
+#: the name under which waits for other parts are reported
 BACKWARD = "a backward pass"
 
 WAITING, RUNNING, RERUN, WHOLE_RUN, FINISHED, DONE, FAILED = range(7)
@@ -421,7 +421,7 @@ def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
 
     Args:
         context_id, pass_id: as for ``begin_part``.
-        error: why.
+        error: the error that ends the part.
     """
     context = serving_contexts().get(context_id)
     if context is None:

@@ -13,7 +13,7 @@ The engine's thread blocks in a waiting node.  Two rules make that safe:
 - The engine runs the ready node with the largest sequence number; waiting nodes have 0, and all
   others have more.  So it waits only when it has nothing else to run.  All nodes run in this one
   thread: with those of accelerators in threads of their own, a node behind the wait could become
-  ready, or one could fail, and the thread that waits would never learn of it.
+  ready, or one could fail, and the thread that waits would not be notified.
 - Messages are awaited in the reverse order in which they were sent.  The gradients of a message
   depend on gradients that leave here only where these belong to messages received, thus to nodes
   made, after it was sent; and those depend in turn on messages sent later, which come first.  So
@@ -38,7 +38,7 @@ from rayrpc.errors import RpcError
 
 __all__ = ["Leave", "Noted", "WholeRun"]
 
-# How often a run that waits looks whether it has been aborted, at least.
+# Longest time between two checks of a waiting run for an abort.
 CHECK_SECONDS = 1.0
 
 Leave = Callable[[Any, Sequence[torch.Tensor | None]], None]
@@ -46,7 +46,7 @@ Noted = Callable[[int], AbstractContextManager[object]]
 
 
 class WholeRun:
-    """A run of torch's engine; see above.
+    """Run torch's engine once through the rest of a part; see above.
 
     Args:
         seeds (dict): the gradients of the roots, by edge.
