@@ -2,9 +2,9 @@
 
 A connection is unauthenticated until its handshake is done.  It costs a descriptor and 96 bytes,
 and is closed when it sends a wrong byte or takes too long.  At ``MAX_UNAUTHENTICATED`` the
-listeners are not served, and the oldest connection makes room after ``MIN_HANDSHAKE_SECONDS``.
-An error ends the connection that it is about, never the thread.  While there are no descriptors,
-peers wait in the listeners' queues.
+listeners are not served, and the oldest connection is closed after ``MIN_HANDSHAKE_SECONDS``.
+An error closes the connection that it concerns, and never ends the thread.  While there are no
+descriptors, peers wait in the listeners' queues.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def register(transport: _HasDescriptors) -> None:
 
 
 def unregister(transport: _HasDescriptors) -> None:
-    """Leave a transport that is closed alone."""
+    """Remove a closed transport from those that forked children close."""
     _all.discard(transport)
 
 

@@ -106,11 +106,11 @@ class BulkReplies:
             connection.send_large(each.call_id, each.reply)
         for task in held:
             task()
-        if connection.is_closed:  # just now, perhaps before it was there to be removed
+        if connection.is_closed:  # perhaps it ended before it was registered
             self.remove(connection)
 
     def remove(self, connection: ReplyConnection) -> None:
-        """Use a connection no longer that has ended: it may hold a part of a large message."""
+        """Stop using a connection that has ended: it may hold a part of a large message."""
         with self._lock:
             if self._connections.get(connection.pair) is connection:
                 del self._connections[connection.pair]

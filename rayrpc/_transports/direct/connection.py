@@ -10,7 +10,7 @@ large request goes by it, and its reply; a large reply to a small request is ann
 expected there.  The two are lost together.  A reply with references to objects of the cluster's
 store is announced, too, and comes by the fallback.
 
-Which thread reads the replies is the matter of ``reply_reader``.
+``reply_reader`` reads the replies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rayrpc._transports.direct.wire import Message
 
 __all__ = ["CallerConnection"]
 
-# With so many callbacks due, more calls are likely to follow: they are sent together.
+# From this many due callbacks on, more calls are likely to follow: they are sent together.
 BURST = 8
 # How often ``end`` checks whether the replies are read.
 READ_POLL_SECONDS = 0.001
@@ -86,11 +86,11 @@ class CallerConnection(ReplyReader):
         self._owner = owner
         self._memory = memory
         self._traffic = traffic
-        # Added to under the lock, unless BROKEN.  Readers remove a call without it, as
-        # ``dict.pop`` is atomic, when its reply is set, which ``fail`` cannot set again.
+        # Calls are added under the lock, unless BROKEN.  Readers remove a call without the lock,
+        # as ``dict.pop`` is atomic, after setting its reply, which ``fail`` cannot replace.
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
-        self._is_ending = False  # the owner knows of the end
+        self._is_ending = False  # the owner has caused the end, or is notified of it
         self._is_taken = False  # ... and has taken the calls that had no reply
         self._connected = connected
         self._is_opening = False
@@ -130,7 +130,7 @@ class CallerConnection(ReplyReader):
                         stream.flush_later()
         except BaseException:  # an interrupt: nothing waits for the reply
             call.frame = None
-            self.repair()  # what this thread may not have told the owner: that the end has come
+            self.repair()  # this thread may not have notified the owner of the end
             raise
         return call
 
@@ -295,11 +295,11 @@ class CallerConnection(ReplyReader):
         try:
             with self._lock:
                 self.schedule.break_off()
-        finally:  # in a thread that no interrupt strikes, as calls would be lost
+        finally:  # in another thread: an interrupt of this one would lose calls
             self._threads.submit(functools.partial(self._on_broken, reason, list(unsent)))
 
     def _on_broken(self, reason: str, unsent: list[int]) -> None:
-        """Tell the owner, the first time, and reroute the calls of which no byte was sent."""
+        """Notify the owner, once, and reroute the calls of which no byte was sent."""
         with self._lock:
             is_loss = not self._is_ending
             self._is_ending = True

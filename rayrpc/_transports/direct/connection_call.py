@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Reply = Message | Error | Pending
 
-#: the value of a turn whose caller is to read; others wake it for the reply, or as it gives up
+#: the value of a turn whose caller is to read; others mean that it has the reply, or stops waiting
 READ = object()
 _EXPIRED = object()
 
@@ -39,7 +39,7 @@ class ReadConnection(Protocol):
         """Start a thread that reads, as the schedule says."""
 
     def repair(self) -> None:
-        """Do what an interrupt has left of what the schedule says."""
+        """Complete the steps of the schedule that an interrupt has prevented."""
 
     def reroute(self, call: ConnectionCall, reason: str) -> None:
         """Send a call by another way."""
@@ -149,7 +149,7 @@ class ConnectionCall(OneShot[Reply], Pending):
             if self._value is not PENDING:
                 return False
             self._value = value
-            self.frame = None  # which holds this call
+            self.frame = None  # the frame references this call
             if self._callback is not None:
                 self._connection.schedule.callbacks -= 1
         self._run_callbacks()

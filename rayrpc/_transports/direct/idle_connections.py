@@ -86,7 +86,7 @@ class IdleConnections:
         self._selector.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # so many wake it already, or it has ended
+        with contextlib.suppress(OSError):  # enough wake-ups are pending, or the thread has ended
             self._wakeup.send(b"x")
 
     def _run(self) -> None:
@@ -103,7 +103,7 @@ class IdleConnections:
         self.close_after_fork()
 
     def _wait(self) -> None:
-        """Wait until connections are added or ready, and see to them."""
+        """Wait until connections are added or ready, and handle them."""
         for key, _ in self._selector.select():
             if key.fileobj is not self._woken:
                 self._selector.unregister(key.fileobj)

@@ -89,7 +89,7 @@ def listen_at(family: int, address: Any, reuse: bool = False) -> socket.socket:
         reuse: also where connections of an earlier listener are in TIME_WAIT.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -70,7 +70,7 @@ class ReaderSchedule(Generic[C]):
         self.state = CONNECTING
         #: how many calls under way complete by callback
         self.callbacks = 0
-        #: in the state CALLER_READS: who has claimed that, or the waiting caller that was chosen
+        #: in the state CALLER_READS: the caller that has claimed it, or the waiting one chosen
         self.reader: object = None
         #: number of the start of a thread that has not begun to read; 0: there is none
         self.start = 0

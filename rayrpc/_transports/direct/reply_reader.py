@@ -1,6 +1,6 @@
 """Read the replies of a connection, in the threads that wait for them or in one of the cache.
 
-Which thread reads is the matter of ``reader_schedule``; here it does, and passes its turn on.
+``reader_schedule`` decides which thread reads; this module reads, and passes the turn on.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ReplyReader(abc.ABC):
             by = following  # it waits no longer
 
     def repair(self) -> None:
-        """Do what an interrupt has left of what the schedule says."""
+        """Complete the steps of the schedule that an interrupt has prevented."""
         with self._lock:
             schedule = self.schedule
             turn = schedule.reader
@@ -158,7 +158,7 @@ class ReplyReader(abc.ABC):
         if schedule.is_delayed:
             self.start_reader(START_DELAYED)
         if schedule.state == BROKEN:
-            self._break_off("its connection was cut")  # the owner may not know of it
+            self._break_off("its connection was cut")  # the owner may not be notified yet
         if isinstance(turn, Promise):
             turn.set_again(READ)
             if turn.value is not READ:
@@ -202,7 +202,7 @@ class ReplyReader(abc.ABC):
             self._release_reader()
 
     def _on_read_error(self, error: BaseException) -> None:
-        """End the connection, unless a time-out or an interrupt has lost no part of a message."""
+        """End the connection, except after a time-out or an interrupt that lost no data."""
         stream = self._stream
         assert stream is not None
         is_expected = isinstance(error, TimeoutError) or not isinstance(error, Exception)

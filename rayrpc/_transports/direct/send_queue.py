@@ -29,7 +29,7 @@ MAX_HELD_BACK = 16
 FLUSH_SECONDS = 0.0002
 # How many parts go into one system call; systems allow 1024 and more.
 MAX_PARTS = 512
-# ... and how many bytes: while the system copies them, it takes in no acknowledgements.
+# ... and how many bytes: while the system copies them, it processes no acknowledgements.
 SEND_BYTES = 512 * 1024
 NO_CALL = -1
 # No thread has this ident: the writer has handed over, and another thread is to begin.
@@ -113,7 +113,7 @@ class SendQueue:
         self.piggyback = self._piggybacked.append
         self._lock = threading.Lock()
         self._shrunk = Notifier()
-        # number of who writes, or waits until it can, another one each time; 0: nobody does
+        # number of the writer, which writes or waits until it can, a new one each time; 0: none
         self._writer = 0
         self._writers = itertools.count(1)
         self._interrupted: collections.deque[int] = collections.deque()  # writers
@@ -260,7 +260,7 @@ class SendQueue:
             parts.extend(map(collections.deque.popleft, (self._piggybacked,) * count))
 
     def _drain(self, also_piggybacked: bool = False) -> None:
-        """Write what is queued, as the writer, and end to be it."""
+        """Write what is queued, as the writer, and stop being the writer."""
         while True:
             with self._lock:
                 self._forget_written()
@@ -355,7 +355,7 @@ class SendQueue:
         try:
             try:
                 self._interrupted.remove(me)
-            except ValueError:  # another thread sees to it
+            except ValueError:  # another thread handles it
                 return
             self._pass_on(me)
         except BaseException:  # another interrupt
@@ -364,7 +364,7 @@ class SendQueue:
 
     def _pass_on(self, me: int) -> None:
         if self._writer == me and not self._is_exact:
-            self._break([], 0)  # what waits for replies to these learns of it
+            self._break([], 0)  # the end of the connection fails the calls of these messages
         elif self._writer == HANDED_OVER:  # just now, and the thread may not be started yet
             self._threads.submit(self._resume)
         else:

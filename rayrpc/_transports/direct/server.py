@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # How long a thread waits for the next message of a connection.
 IDLE_SECONDS = 2.0
 
-# After a request arrived during a short call, others are expected during so many calls.
+# For so many calls after one during which a request arrived, others are expected to arrive.
 CROWDED_CALLS = 64
 
 SendReply = Callable[[Frame, Frame], None]
@@ -394,7 +394,7 @@ class ServerConnection:
                 self._answer(frame, role)
             finally:
                 self._serving.discard(me)
-            del frame  # the next one may be long in coming
+            del frame  # so that it is freed while this thread waits for the next
             if not role.message_done():
                 self._stream.flush()
                 return False

@@ -54,7 +54,7 @@ MIN_SEGMENT_BYTES = 256 << 10
 # Segments in use on a connection; Linux allows a process 65,530 mappings by default.
 MAX_SEGMENTS = 1024
 ALIGNMENT = 64
-# Of a segment's file; nobody can take them off again.
+# Of a segment's file; they cannot be removed again.
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 # From this size on, copy with the GIL released.
 LARGE_BYTES = 256 << 10
@@ -312,13 +312,13 @@ class SegmentPool:
 
         Args:
             size: in bytes.
-            lease: until the message is written; None: the receiver gets it in any case.
+            lease: frees the segment if the message is not written; None: it always is.
 
         Raises:
             OSError: there is no memory, or no descriptor, for another.
         """
         capacity = capacity_for(size)
-        lease = lease or Lease(collections.deque(maxlen=0))  # of whose end nobody hears
+        lease = lease or Lease(collections.deque(maxlen=0))  # its end has no effect
         with self._lock:
             free = self._free[capacity]
             if free:

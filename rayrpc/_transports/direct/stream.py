@@ -186,13 +186,13 @@ class Stream:
         except FrameError as exc:
             # as text: a log that keeps the exception keeps its traceback, and with it the memory
             logger.warning("closed a connection whose peer sent what it must not: %s", str(exc))
-            self.shut_down()  # the peer learns of it at once
+            self.shut_down()  # so that the peer is notified at once
             raise
 
     def send(
         self, call_id: int, frame: Frame | None, more: bool = False, release_buffers: bool = False
     ) -> bool:
-        """Send a frame; what may have to be sent once more, by another way, it keeps.
+        """Send a frame; the frame keeps what may have to be sent again, by another way.
 
         Args:
             call_id: of its call.

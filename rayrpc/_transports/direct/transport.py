@@ -440,7 +440,7 @@ class DirectTransport(Transport):
         peer = connection.peer
         error: CallError = self._lost(peer, reason)
         if self._wait_loss(peer, connection.peer_pid):
-            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, and knows the cause
+            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, with the cause
             error = WorkerDiedError(peer.name, reason, peer.node)
         connection.fail(error)
         if connection.bulk is not None:

@@ -285,7 +285,7 @@ class MessageReader:
     changes without a call in between, and ``is_intact`` is False meanwhile.
 
     Args:
-        connection (socket): prepared; a TlsSocket has bytes that it does not announce, too.
+        connection (socket): prepared; ``poll`` does not report all bytes of a TlsSocket.
         allocate (Callable): returns the memory of a large buffer, by its size in bytes.
         before_wait (Callable): called before each wait for bytes.
     """
