@@ -15,7 +15,7 @@ QUICK_SECONDS = 0.0005
 # A function that takes no longer than this may run there if no message is expected meanwhile.
 SHORT_SECONDS = 0.002
 # A fast run adds 1 to a function's score, a slow one subtracts SLOW_COUNTS, within these bounds.
-# So one slow run among many fast ones is forgiven.
+# So one slow run among many fast ones leaves the score above TRUSTED_SCORE.
 MAX_SCORE, MIN_SCORE = 64, -8
 SLOW_COUNTS = 32
 TRUSTED_SCORE = 3

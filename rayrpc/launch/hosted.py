@@ -68,7 +68,7 @@ class Target:
 
 
 class HostedWorker:
-    """Be a worker.
+    """Run one worker: the actor that runs a rank's main and serves its calls.
 
     Args:
         label (str): what Ray's dashboard shows.
