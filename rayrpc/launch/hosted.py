@@ -84,7 +84,7 @@ class HostedWorker:
         node_id: str,
         settings: dict[str, Any],
     ) -> None:
-        end_with_raylet(after=LOST_SECONDS)  # until the group has heard of it
+        end_with_raylet(after=LOST_SECONDS)  # until the group is notified
         # between tasks, `ps` shows the name of the class; one for each actor in Ray costs 15 ms
         self.__class__ = type(label, (type(self),), {})
         self._label = label
