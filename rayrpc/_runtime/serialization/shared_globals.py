@@ -237,7 +237,7 @@ class _ReceivedGlobals:
     def __init__(self, key: Key, base: Mapping[str, Any]) -> None:
         self.key = key
         self._lock = threading.RLock()  # a finalizer may come between, and decode a function
-        self._set: dict[str, Any] = dict(base)
+        self._set = _with_builtins(base)
         #: of the names in the set, from when a function that has them is decoded
         self._versions: dict[str, int] = {}
         #: names that functions bind
@@ -268,7 +268,7 @@ class _ReceivedGlobals:
         if binds or not differs:
             return self._set
         chosen = _Overlay(self._set, code) if lives else {}
-        chosen.update(base)
+        chosen.update(_with_builtins(base))
         chosen[_HOME] = _View(self)
         return chosen
 
@@ -307,6 +307,15 @@ class _ReceivedGlobals:
             into[_HOME].sent[name] = version, value
             if name not in self._stored or type(into) is dict:
                 into[name] = value
+
+
+def _with_builtins(base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first names of globals, with that by which C code finds the builtins.
+
+    Python's own code does without it; what C code imports, as ``time.strptime`` does, is looked up
+    there.
+    """
+    return {"__builtins__": builtins, **base}
 
 
 class _View:

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.process
 
 SOURCE = """
 import collections
+import time
 import torch
 
 server, log, step, both = None, [], 0, 0
@@ -134,6 +135,16 @@ def count_calls():
 
 def set_by_name(value):
     globals()["server"] = value
+
+
+def parse(text):
+    return time.strptime(text, "%Y").tm_year + step
+
+
+def parse_and_bind(text):
+    global server
+    server = time.strptime(text, "%Y").tm_year + step
+    return server
 """
 
 
@@ -179,6 +190,19 @@ def test_what_a_function_binds_is_there_for_others(program, peer):
     with pytest.raises(RuntimeError, match="NameError: name 'server' is not defined"):
         peer.call(program.get)
     assert program.server is None
+
+
+def test_c_code_that_imports_finds_the_builtins(program, peer):
+    """``time.strptime`` imports; it finds the builtins by the globals of the innermost function."""
+    assert peer.call(program.parse, "2020") == 2020  # with the module's globals there
+    program.step = 1
+    assert peer.call(program.parse, "2020") == 2021  # with globals of its own
+    assert peer.call(program.parse_and_bind, "2020") == 2021
+    program.step = 2
+    assert peer.call(program.parse, "2020") == 2022
+    code = 'lambda text: (server, time.strptime(text, "%Y").tm_year + step)'
+    assert peer.call(eval(code, program.__dict__), "2020") == (2021, 2022)
+    assert peer.call(program.get) == 2021
 
 
 def test_a_name_that_the_program_does_not_have(program, peer):
