@@ -31,6 +31,17 @@ __all__ = ["CONCURRENCY_GROUPS", "Ended", "HostedWorker", "Target"]
 
 logger = logging.getLogger(__name__)
 
+# By Ray's resources: the variables in which a process finds the devices that it has been assigned.
+DEVICES = {
+    "GPU": (
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        "ONEAPI_DEVICE_SELECTOR",
+    ),
+    "HPU": ("HABANA_VISIBLE_MODULES",),
+    "NPU": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "TPU": ("TPU_VISIBLE_CHIPS",),
+    "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
+}
 CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
 
@@ -67,6 +78,16 @@ class Target:
         return fn, args
 
 
+def _variables_of_devices(context: Any) -> list[str]:
+    """Return the variables in which Ray has named devices for this actor.
+
+    Args:
+        context: Ray's, of the actor.
+    """
+    assigned = context.get_accelerator_ids()
+    return [name for kind, names in DEVICES.items() if assigned.get(kind) for name in names]
+
+
 class HostedWorker:
     """Run one worker: the actor that runs a rank's main and serves its calls.
 
@@ -90,7 +111,7 @@ class HostedWorker:
         self._label = label
         self._program = program
         context = ray.get_runtime_context()
-        program.enter(same_node=context.get_node_id() == node_id)
+        program.enter(context.get_node_id() == node_id, kept=_variables_of_devices(context))
         self._cluster = context.gcs_address
         os.environ["RAY_ADDRESS"] = self._cluster  # for children of this process
         if "RAYRPC_ADDRESS" in os.environ:  # it may be "local", or for outside of the cluster

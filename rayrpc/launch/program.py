@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,14 +160,17 @@ class Program:
             os.chdir(cwd if os.path.isdir(cwd) else folder)
         return dataclasses.replace(self, path=new(self.path), folder=folder)
 
-    def enter(self, same_node: bool) -> None:
+    def enter(self, same_node: bool, kept: Collection[str] = ()) -> None:
         """Give this process the environment and origin of the program; before torch is imported.
 
         Args:
             same_node (bool): this process is on the node of the described one.  On another node,
                 only variables that are missing there, or that the program changed, are set.
+            kept: names of variables that this process keeps as they are.
         """
         for name, value in self.environ.items():
+            if name in kept:
+                continue
             if same_node or name in self.changed or name not in os.environ:
                 os.environ[name] = value
         if "OMP_NUM_THREADS" not in self.environ:

@@ -87,6 +87,17 @@ def test_on_the_same_node_the_whole_environment_is_the_programs(process):
     assert variables(process) == {"HOME": "/other", "NEW": "1"}
 
 
+@pytest.mark.parametrize("same_node", [True, False])
+def test_variables_that_a_process_keeps_are_not_the_programs(process, same_node):
+    process["DEVICES"] = "3"
+    theirs = {"DEVICES": "0,1,2,3", "NEW": "1"}
+    made = Program(environ=theirs, changed=frozenset({"DEVICES"}))
+    made.enter(same_node=same_node, kept=["DEVICES", "NOT_SET"])
+    assert process["DEVICES"] == "3" and process["NEW"] == "1"
+    made.enter(same_node=same_node)
+    assert process["DEVICES"] == "0,1,2,3"
+
+
 def test_on_another_node_only_what_is_missing_or_was_changed_is_set(process):
     del process["OMP_NUM_THREADS"]
     process["PORT"] = "1"
