@@ -11,6 +11,7 @@
     │   ├── CallTimeoutError                ... it took longer than its timeout
     │   ├── SerializationError (and TypeError)  ... an argument or its result cannot be sent
     │   │   └── DeviceMapError              ... a tensor's device is in no device map
+    │   ├── CancelledError                  ... it was cancelled
     │   ├── CallLostError                   ... its connection broke: it may or may not have run
     │   ├── GroupCallError                  ... one of those to the workers of a group
     │   └── WorkerDiedError                 ... its callee died or left the group
@@ -111,7 +112,7 @@ class WorkerDiedError(CallError):
         self.cause = cause
         self.node = node
         where = f" (on node {node})" if node else ""
-        why = cause or "it died or was disconnected"
+        why = cause.rstrip(".") or "it died or was disconnected"
         super().__init__(
             f"RPC worker {worker!r}{where} is gone: {why}. Calls, Futures and RRefs on it "
             "cannot complete; restart the run, or the worker in a dynamic group."

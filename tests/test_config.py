@@ -127,6 +127,15 @@ def test_environment_text_is_read_by_the_type_of_its_key(variable, text, value):
     assert type(loaded) is type(value)
 
 
+def test_every_flag_is_read_from_text():
+    flags = [each.name for each in dataclasses.fields(Settings) if each.type == "bool"]
+    assert "cancel_on_interrupt" in flags
+    for name in flags:
+        for text, value in [("off", False), ("on", True)]:
+            loaded = load(environ={f"RAYRPC_{name.upper()}": text})
+            assert getattr(loaded, name) is value, name
+
+
 def test_variables_of_others_are_left_alone():
     environ = {"RAYRPC_INTERNAL_TOKEN": "x", "RAYRPC": "x", "RAY_ADDRESS": "x", "PATH": "x"}
     assert load(environ=environ) == Settings()

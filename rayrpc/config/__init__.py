@@ -167,6 +167,7 @@ class Settings:
         True,
         FLAG,
         "A blocking call that Ctrl-C interrupts is cancelled: its function is interrupted, too.",
+        _flag_word,
     )
     slow_call: float = key(
         30.0,
@@ -256,7 +257,10 @@ class Settings:
         _flag_word,
     )
     log_to_terminal: bool = key(
-        True, FLAG, "Whether ranks' output reaches the terminal of `rayrpc run`.", _flag_word
+        True,
+        FLAG,
+        "Whether what workers print reaches the terminal of the program that started them.",
+        _flag_word,
     )
     metrics: bool = key(
         False,

@@ -30,7 +30,7 @@ def stop_group(settings: config.Settings, group: str) -> str:
 
     Args:
         settings: where the cluster is.
-        group: its name.
+        group: its name, or its key as ``rayrpc status`` shows it.
 
     Returns:
         What was done, as a text.
@@ -40,7 +40,9 @@ def stop_group(settings: config.Settings, group: str) -> str:
         GroupError: there is no such group.
     """
     connect(settings, starts=False)
-    described = describe(owned_key(group, this_origin()), settings.namespace)
+    origin = this_origin()
+    group = group.removeprefix(f"{origin.user}/")
+    described = describe(owned_key(group, origin), settings.namespace)
     members = [] if described is None else [each for one in described.sessions for each in one]
     if not members:
         raise GroupError(f"no group {group!r} of yours is on the cluster: see `rayrpc status`")

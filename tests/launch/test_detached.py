@@ -87,7 +87,7 @@ def test_what_is_reserved_for_them_is_released_with_them(start):
 
     group = start(["packed0", "packed1"], "PACK")
     assert reserved() == ["CREATED"]
-    assert cli.main(["stop", group]) == 0
+    assert cli.main(["stop", owned_key(group, this_origin())]) == 0  # as `rayrpc status` shows it
     assert eventually(lambda: reserved() in ([], ["REMOVED"]), WAIT)
 
 
