@@ -27,6 +27,7 @@ NOT_OURS = {
     "NNNN-what-was-chosen.md": "how a decision's file is named",
     "build/bench/": "made by make bench",
     "build/docs": "made by make docs",
+    "~/.ray/auth_token": "a user's",
     "script.py": "a user's script",
 }
 FOLDERS = ("configs", "docs", "examples", "notebooks", "rayrpc", "tests")
