@@ -15,7 +15,7 @@ ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, log_t
 rpc.start_workers(["a", "b"], resources={"num_gpus": 1})
 rpc.start_workers(["without"])
 for name in ("a", "b", "without"):
-    print(name, "sees", rpc.rpc_sync(name, os.environ.get, args=("CUDA_VISIBLE_DEVICES",)))
+    print(name, "sees", rpc.rpc_sync(name, os.getenv, args=("CUDA_VISIBLE_DEVICES",)))
 rpc.shutdown()
 ray.shutdown()
 """
