@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import accelerators
 
 from rayrpc import config
 from rayrpc._transports.ray.endpoint import HostedEndpoint, Wire, hosted_endpoint
@@ -31,17 +32,6 @@ __all__ = ["CONCURRENCY_GROUPS", "Ended", "HostedWorker", "Target"]
 
 logger = logging.getLogger(__name__)
 
-# By Ray's resources: the variables in which a process finds the devices that it has been assigned.
-DEVICES = {
-    "GPU": (
-        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
-        "ONEAPI_DEVICE_SELECTOR",
-    ),
-    "HPU": ("HABANA_VISIBLE_MODULES",),
-    "NPU": ("ASCEND_RT_VISIBLE_DEVICES",),
-    "TPU": ("TPU_VISIBLE_CHIPS",),
-    "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
-}
 CONCURRENCY_GROUPS = {"rpc": 16, "system": 4, "watch": 4, "main": 1}
 
 
@@ -84,8 +74,9 @@ def _variables_of_devices(context: Any) -> list[str]:
     Args:
         context: Ray's, of the actor.
     """
-    assigned = context.get_accelerator_ids()
-    return [name for kind, names in DEVICES.items() if assigned.get(kind) for name in names]
+    kinds = [kind for kind, devices in context.get_accelerator_ids().items() if devices]
+    managers: list[Any] = list(map(accelerators.get_accelerator_manager_for_resource, kinds))
+    return [manager.get_visible_accelerator_ids_env_var() for manager in managers]
 
 
 class HostedWorker:
