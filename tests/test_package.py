@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, python_path
 from project_urls import URLS, local_path
+from readme_program import RUN_SECONDS, program_of_the_readme
 
 import rayrpc
 
 pytestmark = pytest.mark.process
 BUILD_SECONDS = 200
-README = (ROOT / "README.md").read_text()
 # Of a checkout, but of no release.
 NOT_RELEASED = (".gitignore",)
 
@@ -35,15 +35,10 @@ def built(tmp_path_factory):
     return folder
 
 
-def python(*arguments: str, **options) -> str:
+def python(*arguments: str) -> str:
     """Run Python in a process of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=BUILD_SECONDS,
-        **options,
-    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -96,14 +91,13 @@ def test_the_wheel_runs_the_lines_of_the_readme(built, start, script, tmp_path):
     site = tmp_path / "site"
     wheel = str(one(built, "*.whl"))
     python("-m", "pip", "install", "--no-deps", "--quiet", "--target", str(site), wheel)
-    code = re.search(r"^```python\n(.*?)^```\n\n```\n(.*?)^```", README, re.M | re.S)
-    assert code
+    program, expected = program_of_the_readme()
     where = "import rayrpc; print(rayrpc.__file__)\n"
-    run = start(script(where + code[1]), PYTHONPATH=python_path(site), RAY_ADDRESS=None)
-    assert run.end(BUILD_SECONDS) == 0, run.output
+    run = start(script(where + program), PYTHONPATH=python_path(site), RAY_ADDRESS=None)
+    assert run.end(RUN_SECONDS) == 0, run.output
     path, _, output = run.output.partition("\n")
     assert Path(path).parent == site / "rayrpc"
-    assert output == code[2]
+    assert output == expected
 
 
 def test_the_version_is_in_the_changelog():
