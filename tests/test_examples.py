@@ -34,14 +34,6 @@ def test_the_parameter_server_learns(run_example, mode, updates):
     assert updates in summary and "accuracy" in summary
 
 
-@pytest.mark.slow
-def test_an_example_that_misses_its_bound_fails(run_example):
-    arguments = ("--trainers", "1", "--steps", "1", "--min-accuracy", "1.1")
-    run = run_example("parameter_server.py", *arguments)
-    assert run.end() == 1
-    assert "is below 110.0%" in run.output and "ProcessRaisedException" in run.output
-
-
 def test_two_processes_say_hello(run_example):
     port = next(ports)
     runs = [run_example("hello.py", "--rank", str(rank), port=port) for rank in range(2)]
@@ -55,19 +47,6 @@ def test_two_processes_say_hello(run_example):
     ):
         assert text in runs[0].output
     assert "worker1: done" in runs[1].output
-
-
-@pytest.mark.slow
-def test_cartpole_draws_its_learning_curve(run_example, tmp_path):
-    run = run_example(
-        "cartpole.py",
-        *("--observers", "2", "--envs-per-observer", "2", "--max-iterations", "2"),
-        *("--target", "0", "--output", str(tmp_path)),
-    )
-    assert run.end() == 0, run.output
-    assert "mean reward over the last" in run.output
-    assert "2/2" in run.output and "RPC calls/s" in run.output  # the progress bar
-    assert (tmp_path / "cartpole.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -112,12 +91,6 @@ def test_programs_of_machin_parallel(run_example, name, arguments, text):
 
 
 @pytest.mark.slow
-def test_split_models_that_train_differently_fail(run_example):
-    run = run_example("pipeline.py", "--steps", "1", "--tolerance=-1")
-    assert run.end() == 1 and "losses differ by" in run.output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", "hybrid", "parameter_server"])
 def test_an_example_draws_a_picture_where_asked(run_example, tmp_path, name):
     bound = ("--min-accuracy", "0") if name == "parameter_server" else ()
@@ -127,16 +100,43 @@ def test_an_example_draws_a_picture_where_asked(run_example, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_language_model_has_remote_parts(run_example, tmp_path):
-    run = run_example(
-        "rnn.py",
-        *("--steps", "40", "--words", "4000", "--max-perplexity", "20"),  # a unigram model's: 29
-        *("--output", str(tmp_path)),
-    )
+@pytest.mark.parametrize(
+    ("name", "arguments", "texts"),
+    [
+        (
+            "cartpole",
+            (
+                *("--observers", "2", "--envs-per-observer", "2", "--max-iterations", "2"),
+                *("--target", "0"),
+            ),
+            ("mean reward over the last", "2/2", "RPC calls/s"),
+        ),
+        (
+            "rnn",  # the perplexity of a unigram model is 29
+            ("--steps", "40", "--words", "4000", "--max-perplexity", "20"),
+            ("the model writes:", "unigram model", "40/40"),
+        ),
+        (
+            "graph_sampling",
+            ("--samplers", "2", "--nodes", "600", "--epochs", "4", "--min-accuracy", "0.3"),
+            (
+                "4 epochs of 2 trainers with 2 samplers",
+                *("accuracy on test nodes", "features alone", "4/4"),
+            ),
+        ),
+        (
+            "replay_buffer",
+            ("--max-iterations", "12", "--target", "0"),
+            ("from 2 shards", "mean reward over the last", "12/12"),
+        ),
+    ],
+)
+def test_an_example_learns_and_draws_its_curve(run_example, tmp_path, name, arguments, texts):
+    """The texts with a slash are those of the progress bars."""
+    run = run_example(f"{name}.py", *arguments, "--output", str(tmp_path))
     assert run.end() == 0, run.output
-    assert "the model writes:" in run.output and "unigram model" in run.output
-    assert "40/40" in run.output  # the progress bar
-    assert (tmp_path / "rnn.png").read_bytes().startswith(b"\x89PNG")
+    assert all(text in run.output for text in texts), run.output
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -154,35 +154,15 @@ def test_federated_averaging_goes_on_without_the_late(run_example, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_partitioned_graph_is_sampled(run_example, tmp_path):
-    run = run_example(
-        "graph_sampling.py",
-        *("--samplers", "2", "--nodes", "600", "--epochs", "4", "--min-accuracy", "0.3"),
-        *("--output", str(tmp_path)),
-    )
-    assert run.end() == 0, run.output
-    assert "4 epochs of 2 trainers with 2 samplers" in run.output
-    assert "accuracy on test nodes" in run.output and "features alone" in run.output
-    assert "4/4" in run.output  # the progress bar
-    assert (tmp_path / "graph_sampling.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_a_replay_buffer_is_sampled_by_priority(run_example, tmp_path):
-    run = run_example(
-        "replay_buffer.py",
-        *("--max-iterations", "12", "--target", "0", "--output", str(tmp_path)),
-    )
-    assert run.end() == 0, run.output
-    assert "from 2 shards" in run.output and "mean reward over the last" in run.output
-    assert "12/12" in run.output  # the progress bar
-    assert (tmp_path / "replay_buffer.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
+        (
+            "parameter_server.py",
+            ("--trainers", "1", "--steps", "1", "--min-accuracy", "1.1"),
+            "is below 110.0%",
+        ),
+        ("pipeline.py", ("--steps", "1", "--tolerance=-1"), "losses differ by"),
         ("rnn.py", ("--steps", "1", "--max-perplexity", "1"), "perplexity"),
         (
             "federated.py",
@@ -191,7 +171,7 @@ def test_a_replay_buffer_is_sampled_by_priority(run_example, tmp_path):
         ),
     ],
 )
-def test_another_example_that_misses_its_bound_fails(run_example, tmp_path, name, arguments, text):
+def test_an_example_that_misses_its_bound_fails(run_example, tmp_path, name, arguments, text):
     run = run_example(name, *arguments, "--output", str(tmp_path))
     assert run.end() == 1
     assert text in run.output and "ProcessRaisedException" in run.output
