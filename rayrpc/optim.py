@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rayrpc._autograd.hook import GradContexts, contexts_of, start_without_context
+from rayrpc._autograd.current_context import start_without_context
+from rayrpc._autograd.hook import GradContexts, contexts_of
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.started_call import StartedCall

@@ -8,6 +8,7 @@ A call in a context meets, in this order:
 
 - ``hook``: ``GradContexts``, the ``Hook`` on each call and reply. It opens, finds and releases the
   worker's contexts, and sends the ids of context and message along.
+- ``current_context``: the context that a thread is in, and calls and callbacks in one, or in none.
 - ``functions``: a ``Recorder`` collects the tensors of the message that is encoded, for the
   message's send function; the receiver attaches them to a receive function.
 - ``context``: ``DistAutogradContext``, one worker's share of a context: these functions, and

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rayrpc._autograd.context import DistAutogradContext, TensorKey
+from rayrpc._autograd.current_context import call_without_context
 from rayrpc._autograd.graph import Entry
-from rayrpc._autograd.hook import call_without_context, serving_contexts
+from rayrpc._autograd.hook import serving_contexts
 from rayrpc._concurrency.reader import release_reader
 
 __all__ = ["explore"]

@@ -12,33 +12,28 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.futures import Future
 
 from rayrpc._autograd.context import DistAutogradContext, TensorKey
+from rayrpc._autograd.current_context import (
+    ContextFuture,
+    UseContext,
+    call_without_context,
+    thread,
+)
 from rayrpc._autograd.functions import Recorder, Refusal, attach_received
 from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.current_call import current_call
 from rayrpc._runtime.hooks import Hook, IncomingCall, OutgoingCall
-from rayrpc._runtime.invocation import Invocation
-from rayrpc._runtime.started_call import StartedCall
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = [
-    "ContextFuture",
-    "GradContexts",
-    "call_without_context",
-    "contexts_of",
-    "first_number",
-    "serving_contexts",
-    "start_without_context",
-]
+__all__ = ["GradContexts", "contexts_of", "first_number", "serving_contexts"]
 
 ID_BITS = 48  # of a context's number; above these is the id of the worker that opened it
 AUTOGRAD = "autograd"
@@ -46,72 +41,6 @@ AUTOGRAD = "autograd"
 MAX_RELEASED = 4096
 # A release is sent with the next call to the worker, or alone after one to two times this.
 NOTIFY_SECONDS = 0.02
-
-_T = TypeVar("_T")
-
-
-class _ThreadState(threading.local):
-    context: DistAutogradContext | None = None
-
-
-_thread = _ThreadState()
-
-
-def _call_in(context: DistAutogradContext | None, function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function in a context, or in none; no interrupt keeps this thread in it."""
-    outer = _thread.context
-    try:
-        _thread.context = context
-        result = function(*args)
-    finally:
-        _thread.context = outer
-    return result
-
-
-class _UseContext:
-    """Set the context of a thread that serves a call, and restore it at the end."""
-
-    __slots__ = ("_context", "_outer")
-
-    def __init__(self, context: DistAutogradContext) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._outer = _thread.context
-        _thread.context = self._context
-
-    def __exit__(self, *exc: object) -> None:
-        _thread.context = self._outer
-
-
-class ContextFuture(Future):  # type: ignore[type-arg]
-    """A Future whose callbacks run in the autograd context of its call."""
-
-    def __init__(self, context: DistAutogradContext) -> None:
-        super().__init__()
-        self._context = context
-
-    def then(self, callback: Any) -> Any:
-        """Return a Future of what ``callback`` makes of this one."""
-        result = ContextFuture(self._context)
-
-        def run(done: Any) -> None:
-            try:
-                result.set_result(callback(done))
-            except Exception as exc:
-                result.set_exception(exc)
-
-        self.add_done_callback(run)
-        return result
-
-    def add_done_callback(self, callback: Any) -> None:
-        """Call ``callback`` with this Future once it is done."""
-        context = self._context
-
-        def run(done: Any) -> None:
-            _call_in(context, callback, done)
-
-        super().add_done_callback(run)
 
 
 class GradContexts(Hook):
@@ -170,14 +99,14 @@ class GradContexts(Hook):
         Raises:
             RuntimeError: this thread has one.
         """
-        found = _thread.context
+        found = thread.context
         if found is not None:
             if not found.is_abandoned:
                 raise RpcError(f"Already have an autograd context id for this thread: {found.id}")
             found.home.end(found)
         with self._lock:
             self._contexts[context.id] = context
-        _thread.context = context
+        thread.context = context
 
     def current(self) -> DistAutogradContext:
         """Return this thread's context.
@@ -185,13 +114,13 @@ class GradContexts(Hook):
         Raises:
             RuntimeError: it has none.
         """
-        if _thread.context is None:
+        if thread.context is None:
             raise RpcError(
                 "Current thread doesn't have a valid autograd context. Please wrap your code "
                 "using: `with torch.distributed.autograd.context() as context_id` to generate a "
                 "valid context"
             )
-        return _thread.context
+        return thread.context
 
     def get(self, context_id: int) -> DistAutogradContext | None:
         """Return a context, if this worker has it."""
@@ -218,8 +147,8 @@ class GradContexts(Hook):
 
     def end(self, context: DistAutogradContext) -> None:
         """Release a context; after an interrupt, at any point, this may be called again."""
-        if _thread.context is context:
-            _thread.context = None
+        if thread.context is context:
+            thread.context = None
         self._release(context, set(), again=True)
 
     def receive_released(self, context_ids: list[int], by: int) -> None:
@@ -314,7 +243,7 @@ class GradContexts(Hook):
     # -- calls --------------------------------------------------------------------------------
 
     def wants(self) -> bool:
-        return _thread.context is not None
+        return thread.context is not None
 
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:
         context = self.current()
@@ -355,13 +284,13 @@ class GradContexts(Hook):
             context.callers.add(call.src)
         call.notes[AUTOGRAD] = [context, None]
         self._attach_message(context, message_id, call.src)
-        return _UseContext(context)
+        return UseContext(context)
 
     def on_undecodable(self, src: int, meta: Any) -> None:
         self.receive_released(meta[2], src)
 
     def before_resume(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        return _UseContext(call.notes[AUTOGRAD][0])
+        return UseContext(call.notes[AUTOGRAD][0])
 
     def before_reply(self, call: IncomingCall) -> AbstractContextManager[Any]:
         recorder = call.notes[AUTOGRAD][1] = Recorder(self._next_message(), parameters=False)
@@ -417,42 +346,6 @@ def _contexts_among(hooks: Sequence[Hook]) -> GradContexts:
         if isinstance(hook, GradContexts):
             return hook
     raise RpcError("this RPC agent was made without distributed autograd")
-
-
-def call_without_context(
-    agent: Agent,
-    worker: int,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout: float | None,
-) -> Any:
-    """Call a worker with no context, whatever this thread's is; return the Future.
-
-    Args:
-        agent: makes the call.
-        worker: its id.
-        func, args: what to run there.
-        timeout: in seconds; None: no limit.
-    """
-    call = Invocation(func, args)
-    return _call_in(None, agent.caller.future, agent.lookup(worker), call, timeout)
-
-
-def start_without_context(
-    agent: Agent,
-    worker: int,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    timeout: float | None,
-) -> StartedCall:
-    """Start a call with no context; return it, to be waited for or abandoned.
-
-    Args:
-        agent, worker, func, args, timeout: as for ``call_without_context``.
-    """
-    call = Invocation(func, args)
-    started: StartedCall = _call_in(None, agent.caller.start, agent.lookup(worker), call, timeout)
-    return started
 
 
 def _released(context_ids: list[int], by: int) -> None:

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from rayrpc._autograd.context import DistAutogradContext, Gradients
+from rayrpc._autograd.current_context import call_without_context, start_without_context
 from rayrpc._autograd.explore import explore
 from rayrpc._autograd.graph import ROOTS, Entry
-from rayrpc._autograd.hook import call_without_context, contexts_of, start_without_context
+from rayrpc._autograd.hook import contexts_of
 from rayrpc._autograd.participant import (
     BACKWARD,
     DONE,

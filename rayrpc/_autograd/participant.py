@@ -51,8 +51,9 @@ from torch.futures import Future
 from rayrpc._autograd import graph
 from rayrpc._autograd.accumulate import LeafGradients
 from rayrpc._autograd.context import DistAutogradContext, Gradients
+from rayrpc._autograd.current_context import call_without_context
 from rayrpc._autograd.graph import Entry, GradGraph
-from rayrpc._autograd.hook import call_without_context, serving_contexts
+from rayrpc._autograd.hook import serving_contexts
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.futures import Future, collect_all
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from rayrpc._autograd.hook import call_without_context, start_without_context
+from rayrpc._autograd.current_context import call_without_context, start_without_context
 from rayrpc._concurrency.outcome import Error, Outcome, attempt, complete
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime import current

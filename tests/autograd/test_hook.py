@@ -7,11 +7,13 @@ import pytest
 from interrupting import interrupted
 
 from rayrpc import autograd
+from rayrpc._autograd import current_context
 from rayrpc._autograd import hook as hook_module
 from rayrpc._autograd.hook import GradContexts
 from rayrpc._runtime import current
 
 PEER = 1
+FILES = {module.__file__ for module in (autograd, current_context, hook_module)} | {__file__}
 
 
 @pytest.fixture
@@ -60,9 +62,8 @@ def test_no_interrupt_leaves_a_thread_in_a_context_or_a_worker_unnotified(hook, 
             hook.current().known_workers.add(PEER)
             used.add(context_id)
 
-    files = {__file__, autograd.__file__, hook_module.__file__}
     number = 1
-    while interrupted(step, files, number):
+    while interrupted(step, FILES, number):
         step()
         assert not hook.wants(), f"after an interrupt at point {number}"
         assert not hook._contexts, f"after an interrupt at point {number}"
@@ -85,24 +86,7 @@ def test_a_context_can_be_opened_while_the_interrupt_of_another_ones_end_is_hand
             step()
 
     number = 1
-    while interrupted(step_again, {__file__, autograd.__file__, hook_module.__file__}, number):
+    while interrupted(step_again, FILES, number):
         assert not hook._contexts, f"after an interrupt at point {number}"
         number += 1
     assert number > 50
-
-
-def test_no_interrupt_of_a_callback_leaves_a_thread_in_the_context_of_its_call(hook):
-    context = hook.new()
-    hook._contexts[context.id] = context
-    ran = []
-
-    def complete():
-        future = hook_module.ContextFuture(context)
-        future.add_done_callback(lambda _: ran.append(hook.current()))
-        future.set_result(None)
-
-    number = 1
-    while interrupted(complete, {hook_module.__file__}, number):
-        assert not hook.wants(), f"after an interrupt at point {number}"
-        number += 1
-    assert number > 5 and ran[-1] is context
