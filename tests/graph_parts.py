@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rayrpc._autograd import explore, functions, leader, participant
+from rayrpc._autograd import explore, functions, leader, part_calls, participant
 from rayrpc._autograd.graph import WHOLE_RUN, Entry, Stage
 from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.started_call import StartedCall
@@ -100,7 +100,7 @@ class FakeWorker:
         self.agent = self  # it stands for the contexts of its agent, too
         for module in (explore, leader, participant):
             monkeypatch.setattr(module, "call_without_context", self.call)
-        for module in (explore, participant):
+        for module in (explore, part_calls, participant):
             monkeypatch.setattr(module, "serving_contexts", lambda: self)
         monkeypatch.setattr(leader, "start_without_context", self.start)
 

@@ -32,19 +32,8 @@ from rayrpc._autograd.current_context import call_without_context, start_without
 from rayrpc._autograd.explore import explore
 from rayrpc._autograd.graph import ROOTS, Entry
 from rayrpc._autograd.hook import contexts_of
-from rayrpc._autograd.participant import (
-    BACKWARD,
-    DONE,
-    ENDED,
-    FAILED,
-    NEEDS_GRADIENTS,
-    PENDING,
-    Participant,
-    Reply,
-    abort_part,
-    begin_part,
-    names_of,
-)
+from rayrpc._autograd.part_calls import ENDED, NEEDS_GRADIENTS, PENDING, Reply, abort_part
+from rayrpc._autograd.participant import BACKWARD, DONE, FAILED, Participant, begin_part, names_of
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError

@@ -54,34 +54,25 @@ from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.current_context import call_without_context
 from rayrpc._autograd.graph import Entry, GradGraph
 from rayrpc._autograd.hook import serving_contexts
+from rayrpc._autograd.part_calls import (
+    ENDED,
+    NEEDS_GRADIENTS,
+    PENDING,
+    Reply,
+    abort_part,
+    completed,
+    propagate,
+    returns_future,
+)
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
-__all__ = [
-    "BACKWARD",
-    "DONE",
-    "ENDED",
-    "FAILED",
-    "NEEDS_GRADIENTS",
-    "PENDING",
-    "Participant",
-    "Reply",
-    "abort_part",
-    "begin_part",
-    "names_of",
-]
+__all__ = ["BACKWARD", "DONE", "FAILED", "Participant", "begin_part", "names_of"]
 
 #: the name under which waits for other parts are reported
 BACKWARD = "a backward pass"
 
 WAITING, RUNNING, RERUN, WHOLE_RUN, FINISHED, DONE, FAILED = range(7)
-
-#: the reply to gradients: others, for the worker that sent them, and for the leader a status
-Reply = tuple[Gradients, int]
-# The status of a part: another reply will report the end; it needs gradients from the leader to go
-# on; it has ended.  (An enum, or a class for the reply, would take longer to pickle than all the
-# rest of it.)
-PENDING, NEEDS_GRADIENTS, ENDED = range(3)
 
 
 class Participant:
@@ -246,7 +237,7 @@ class Participant:
         if worker == self._leader:
             with self._lock:
                 self._requests_to_leader += 1
-        self._request(worker, _propagate, gradients, self._me, is_needed)
+        self._request(worker, propagate, gradients, self._me, is_needed)
 
     def _request(self, worker: int, func: Callable[..., Any], *args: Any) -> None:
         """Call another worker; an error of the call ends the pass."""
@@ -287,7 +278,7 @@ class Participant:
         with self._lock:
             becomes_due = source == self._leader and not self._report_due
             self._report_due |= becomes_due
-        return self.report_end(back) if becomes_due else _completed((back, PENDING))
+        return self.report_end(back) if becomes_due else completed((back, PENDING))
 
     def report_end(self, back: Gradients) -> Future[Reply]:
         """Return a Future of the reply that reports the end, or NEEDS_GRADIENTS, to the leader.
@@ -299,10 +290,10 @@ class Participant:
             state = self._state
             if state == WAITING and not self._requests_to_leader and self._needs_only_leader():
                 self._report_due = False
-                result = _completed((back, NEEDS_GRADIENTS))
+                result = completed((back, NEEDS_GRADIENTS))
                 return result
         if state == DONE:
-            return _completed(({**self._last_gradients, **back}, ENDED))
+            return completed(({**self._last_gradients, **back}, ENDED))
         if back:
             self._send_gradients(self._leader, back)
         return self.future
@@ -360,22 +351,7 @@ def names_of(agent: Agent, workers: Iterable[int]) -> list[str]:
     return [member.name for member in members if member is not None]
 
 
-def _completed(reply: Reply) -> Future[Reply]:
-    future: Future[Reply] = Future()
-    future.set_result(reply)
-    return future
-
-
-# -- functions that workers call at one another -----------------------------------------------
-
-
-def _returns_future(func: Any) -> Any:
-    """Mark a function for ``async_execution``, without a wrapper."""
-    func._wrapped_async_rpc_function = func
-    return func
-
-
-@_returns_future
+@returns_future
 def begin_part(
     context_id: int,
     pass_id: int,
@@ -400,34 +376,3 @@ def begin_part(
     }
     part = Participant(context, pass_id, entries, retain, leader)
     return part.report_end(part.begin(gradients, leader))
-
-
-@_returns_future
-def _propagate(
-    context_id: int, pass_id: int, gradients: Gradients, source: int, is_needed: bool
-) -> Future[Reply]:
-    """Process gradients for this worker's part; see ``Participant._send_gradients``."""
-    contexts = serving_contexts()
-    part = contexts.find_context(context_id).find_pass(pass_id, gradients)
-    if part is not None:
-        reply: Future[Reply] = part.process_request(gradients, source)
-        return reply
-    if is_needed:
-        raise RpcError(f"the part of worker {contexts.agent.info.id} in the pass has ended")
-    return _completed(({}, PENDING))
-
-
-def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
-    """End this worker's part of a pass with an error, now or when it begins.
-
-    Args:
-        context_id, pass_id: as for ``begin_part``.
-        error: the error that ends the part.
-    """
-    context = serving_contexts().get(context_id)
-    if context is None:
-        return
-    context.aborted[pass_id] = error  # begin_part may come later
-    part = context.passes.get(pass_id)
-    if part is not None:
-        part.fail(error)

@@ -10,14 +10,8 @@ from graph_parts import FakeWorker, entry, received, root
 from rayrpc._autograd.context import DistAutogradContext, Gradients
 from rayrpc._autograd.graph import ROOTS
 from rayrpc._autograd.leader import DIRECT, QUEUEING, Leader
-from rayrpc._autograd.participant import (
-    ENDED,
-    NEEDS_GRADIENTS,
-    PENDING,
-    _propagate,
-    abort_part,
-    begin_part,
-)
+from rayrpc._autograd.part_calls import ENDED, NEEDS_GRADIENTS, PENDING, abort_part, propagate
+from rayrpc._autograd.participant import begin_part
 from rayrpc.errors import RpcError, WorkerDiedError
 
 ME, ALICE, BOB = 0, 1, 2
@@ -66,7 +60,7 @@ def test_a_part_with_gradients_from_others_begins_at_once(worker, context, weigh
     replies = {
         (BOB, begin_part): ({5: [torch.ones(3)]}, ENDED),
         (ALICE, begin_part): ({}, PENDING),
-        (ALICE, _propagate): ({}, ENDED),
+        (ALICE, propagate): ({}, ENDED),
     }
     worker.get_reply = lambda call: replies[call.worker, call.func]
     y, _ = received(torch.ones(3), message_id=21, sender=BOB)
@@ -84,9 +78,9 @@ def test_a_part_that_has_said_so_needs_the_next_gradients(worker, context, weigh
     worker.get_reply = lambda call: next(replies)
     entries = {ROOTS: root(from_alice(11).sum()), 5: entry(from_alice(12) * weight)}
     Leader(context, 5, entries, False, {ALICE: {11: {0}, 12: {0}}}).run(ROOT_GRADIENTS)
-    _, propagate = worker.calls
-    *_, source, is_needed = propagate.args
-    assert (propagate.func, source, is_needed) == (_propagate, ME, True)
+    _, call = worker.calls
+    *_, source, is_needed = call.args
+    assert (call.func, source, is_needed) == (propagate, ME, True)
 
 
 def test_the_pass_waits_for_every_part(worker, context):
@@ -158,7 +152,7 @@ class TestCalls:
             return [call.func for call in worker.calls]
 
         sent: Any = leader._await_reply(wait)
-        assert sent == [_propagate]
+        assert sent == [propagate]
 
     def test_of_a_callback_between_batches_are_sent_at_once(self, worker, context, weight):
         """A function of the program may wait for a call of its own."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 from graph_parts import FakeWorker, entry, received
 
-from rayrpc._autograd import participant
 from rayrpc._autograd.context import DistAutogradContext
-from rayrpc._autograd.participant import ENDED, NEEDS_GRADIENTS, PENDING, Participant
+from rayrpc._autograd.part_calls import ENDED, NEEDS_GRADIENTS, PENDING, abort_part
+from rayrpc._autograd.participant import Participant
 from rayrpc.errors import RpcError, WorkerDiedError
 
 LEADER, ME, OTHER = 0, 1, 3
@@ -132,7 +132,7 @@ class TestErrors:
         assert part.report_end(part.begin({}, LEADER)).value() == ({}, NEEDS_GRADIENTS)
         part.process_request({10: ones()}, OTHER)
         (call,) = worker.calls
-        assert (call.worker, call.func) == (LEADER, participant.abort_part)
+        assert (call.worker, call.func) == (LEADER, abort_part)
         assert "as expected" in str(call.args[2])
 
     def test_of_calls_end_the_part(self, worker, context):
@@ -146,16 +146,9 @@ class TestErrors:
 
     def test_abort_a_part_that_has_yet_to_begin(self, worker, context, weight, monkeypatch):
         monkeypatch.setattr(worker, "get", lambda context_id: context, raising=False)
-        participant.abort_part(1, 5, RpcError("failed elsewhere"))
+        abort_part(1, 5, RpcError("failed elsewhere"))
         part = make(context, m10=(entry(weight), LEADER))
         reply = part.report_end(part.begin({}, LEADER))
         with pytest.raises(RpcError, match="failed elsewhere"):
             reply.value()
         assert context.passes == {} and worker.passes == 0
-
-    def test_needed_gradients_for_a_part_that_has_ended(self, worker, context, monkeypatch):
-        monkeypatch.setattr(worker, "find_context", lambda context_id: context, raising=False)
-        late = participant._propagate(1, 5, {10: ones()}, LEADER, False)
-        assert late.value() == ({}, PENDING)
-        with pytest.raises(RpcError, match="the part of worker 1 in the pass has ended"):
-            participant._propagate(1, 5, {10: ones()}, LEADER, True)

@@ -1,0 +1,76 @@
+"""The calls between the parts of a backward pass, and their replies.
+
+``participant`` and ``leader`` have the parts; ``begin_part``, which makes one, is in the former.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.futures import Future
+
+from rayrpc._autograd.context import Gradients
+from rayrpc._autograd.hook import serving_contexts
+from rayrpc.errors import RpcError
+
+__all__ = [
+    "ENDED",
+    "NEEDS_GRADIENTS",
+    "PENDING",
+    "Reply",
+    "abort_part",
+    "completed",
+    "propagate",
+    "returns_future",
+]
+
+#: the reply to gradients: others, for the worker that sent them, and for the leader a status
+Reply = tuple[Gradients, int]
+# The status of a part: another reply will report the end; it needs gradients from the leader to go
+# on; it has ended.  (An enum, or a class for the reply, would take longer to pickle than all the
+# rest of it.)
+PENDING, NEEDS_GRADIENTS, ENDED = range(3)
+
+
+def completed(reply: Reply) -> Future[Reply]:
+    """Return a completed Future of a reply."""
+    future: Future[Reply] = Future()
+    future.set_result(reply)
+    return future
+
+
+def returns_future(func: Any) -> Any:
+    """Mark a function for ``async_execution``, without a wrapper."""
+    func._wrapped_async_rpc_function = func
+    return func
+
+
+@returns_future
+def propagate(
+    context_id: int, pass_id: int, gradients: Gradients, source: int, is_needed: bool
+) -> Future[Reply]:
+    """Process gradients for this worker's part; see ``Participant._send_gradients``."""
+    contexts = serving_contexts()
+    part = contexts.find_context(context_id).find_pass(pass_id, gradients)
+    if part is not None:
+        reply: Future[Reply] = part.process_request(gradients, source)
+        return reply
+    if is_needed:
+        raise RpcError(f"the part of worker {contexts.agent.info.id} in the pass has ended")
+    return completed(({}, PENDING))
+
+
+def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
+    """End this worker's part of a pass with an error, now or when it begins.
+
+    Args:
+        context_id, pass_id: as for ``begin_part``.
+        error: the error that ends the part.
+    """
+    context = serving_contexts().get(context_id)
+    if context is None:
+        return
+    context.aborted[pass_id] = error  # begin_part may come later
+    part = context.passes.get(pass_id)
+    if part is not None:
+        part.fail(error)
