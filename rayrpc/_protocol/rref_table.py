@@ -44,7 +44,7 @@ from rayrpc._protocol.messages import (
     UserDelete,
 )
 from rayrpc._protocol.rref_entries import Confirmed, Effect, Owned, Released, Used, UserState
-from rayrpc._protocol.rref_link import Link
+from rayrpc._protocol.rref_link import Links
 from rayrpc.errors import CallError
 
 __all__ = ["RRefTable"]
@@ -57,7 +57,7 @@ MAX_CANCELLED = 1000
 MAX_RELEASED = 10_000
 
 
-class RRefTable:
+class RRefTable(Links):
     """Hold one worker's state of the RRef protocol.
 
     Not thread-safe, unless a method says so.
@@ -74,15 +74,14 @@ class RRefTable:
         new_id: Callable[[], GloballyUniqueId],
         new_cell: Callable[[], Any],
     ) -> None:
+        super().__init__()
         self.me = me
         self._new_id = new_id
         self._new_cell = new_cell
-        self._lost: set[int] = set()
         self.owned: dict[GloballyUniqueId, Owned] = {}
         self.used: dict[GloballyUniqueId, Used] = {}
         # forks that the owner does not count yet: child -> (its parent fork here, its worker)
         self._children: dict[GloballyUniqueId, tuple[GloballyUniqueId, int | None]] = {}
-        self._links: dict[int, Link] = {}
         # first forks that were deleted before the ``remote`` calls that create them arrived: these
         # were interrupted, and may never come
         self._cancelled: dict[GloballyUniqueId, None] = {}
@@ -266,11 +265,7 @@ class RRefTable:
             effects.append(Confirmed(fork_id))
         return effects
 
-    def on_peer_joined(self, worker: int) -> None:
-        """Exchange messages with this worker id (again)."""
-        self._lost.discard(worker)
-
-    # -- links ------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
     def on_messages(self, sender: int, ack: int, messages: Iterable[Control]) -> list[Effect]:
         """Apply the acknowledgement and messages of a frame; duplicates change nothing.
@@ -305,47 +300,6 @@ class RRefTable:
             link.note(message.seq)
         return effects
 
-    def has_nothing_pending(self, worker: int) -> bool:
-        """Tell whether the next frame to ``worker`` needs no ack or message; thread-safe."""
-        link = self._links.get(worker)
-        return link is None or (link.ack_sent == link.next_expected and not link.queue)
-
-    def take_pending(self, worker: int) -> tuple[int, tuple[Control, ...]]:
-        """Return the ack (0: none) and the messages that the next frame to ``worker`` carries."""
-        link = self._links.get(worker)
-        if link is None:
-            return 0, ()
-        ack = 0 if link.ack_sent == link.next_expected else link.next_expected
-        link.ack_sent = link.next_expected
-        return ack, link.take() if link.queue else ()
-
-    def pending_workers(self) -> list[int]:
-        """Return the workers for which messages are queued."""
-        return [worker for worker, link in self._links.items() if link.queue]
-
-    def retransmit(self, worker: int | None = None) -> None:
-        """Queue unacknowledged messages again.
-
-        Args:
-            worker: all messages to this one, as a frame to it was lost. None: of every worker, the
-                messages that were in flight at the previous such call; make it at a fixed rate.
-        """
-        for number, link in self._links.items():
-            if worker is None:
-                unacked = [m for seq, m in link.in_flight.items() if seq < link.retransmit_below]
-                link.retransmit_below = link.next_seq
-            elif number == worker:
-                unacked = list(link.in_flight.values())
-            else:
-                continue
-            for message in unacked:
-                del link.in_flight[message.seq]
-            link.queue += unacked
-
-    def is_settled(self) -> bool:
-        """Tell whether no message is queued or unacknowledged."""
-        return not any(link.queue or link.in_flight for link in self._links.values())
-
     # -- queries ----------------------------------------------------------------------------
 
     def is_counted(self, fork_id: GloballyUniqueId, by: int | None) -> bool:
@@ -369,16 +323,6 @@ class RRefTable:
         return {key: str(count) for key, count in counts.items()}
 
     # -- inside -----------------------------------------------------------------------------
-
-    def _link(self, worker: int) -> Link:
-        link = self._links.get(worker)
-        if link is None:
-            link = self._links[worker] = Link()
-        return link
-
-    def _enqueue(self, worker: int, message: type[Control], *ids: GloballyUniqueId) -> None:
-        if worker not in self._lost:
-            self._link(worker).enqueue(message, *ids)
 
     def _confirm(self, fork_id: GloballyUniqueId) -> list[Effect]:
         entry = self.used.get(fork_id)
