@@ -1,7 +1,7 @@
 """Models of the hand-over of a connection's reader, run in all orders with few preemptions.
 
 They use the real ``ReaderRole`` and ``ReaderSchedule``; around these they do what the threads of
-``direct/server.py`` and ``direct/connection.py`` do, one atomic step at a time.
+``direct/server_connection.py`` and ``direct/connection.py`` do, one atomic step at a time.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from rayrpc._transports.direct import (
     bulk_replies,
     mapped_segments,
     server,
+    server_connection,
     shared_memory,
     stream,
     transport,
@@ -71,7 +72,7 @@ def limited(limits: Limits) -> Iterator[None]:
     """Have messages be large from few bytes on."""
     new = [
         (transport, "BULK_BYTES", limits.bulk),
-        (server, "BULK_BYTES", limits.bulk),
+        (server_connection, "BULK_BYTES", limits.bulk),
         (server, "IDLE_SECONDS", limits.idle_seconds),
         (stream, "SHARED_BYTES", limits.shared),
         (stream, "MAX_UNREAD_BYTES", limits.unread),

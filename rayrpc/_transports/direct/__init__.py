@@ -21,7 +21,8 @@ The files, in the order in which a call meets them:
 - ``listening``: where the callee listens for other nodes, and the address that it announces;
 - ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
 - ``idle_connections``: wait, there, without a thread each until something arrives;
-- ``server``: the callee's end: reads requests, serves them, sends the replies.
+- ``server``: the callee's listeners, and all of its connections;
+- ``server_connection``: the callee's end of one: reads requests, serves them, sends the replies.
 
 Invariants:
 

@@ -1,64 +1,40 @@
-"""The callee's end of connections: listen, accept members, serve their calls.
-
-The thread that reads a connection also serves the request inline.  Before the function blocks, or
-when it runs for long, another thread takes over reading (``_concurrency.reader``).  So short calls
-need no hand-over, and no call waits for another one's function.
+"""The callee's end of connections: listen, and accept members.
 
 Peers of other nodes have a second connection for large requests and their replies; a large reply to
 a small request is announced where the request came from, and sent there.
-
-A connection that has been idle for ``IDLE_SECONDS`` is not read until something arrives; one thread
-waits for all of these.
-
-A peer that does not read its replies gets no more of them than fit into ``MAX_UNREAD_BYTES``: its
-further requests are not read, and those that wait for a thread do not begin.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
-import select
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable
 
 from rayrpc._concurrency.deadlines import Deadline
-from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
+from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.messages import Frame, Kind, size_of
-from rayrpc._protocol.transport import Deferred, Serve, served
+from rayrpc._protocol.transport import Serve
 from rayrpc._transports.direct.acceptor import Acceptor
 from rayrpc._transports.direct.auth import ServerHandshake
-from rayrpc._transports.direct.bulk_replies import BULK_BYTES, BulkReplies, Pair
+from rayrpc._transports.direct.bulk_replies import BulkReplies
 from rayrpc._transports.direct.idle_connections import IdleConnections
 from rayrpc._transports.direct.listening import listen_at
 from rayrpc._transports.direct.received_memory import ReceivedMemory
-from rayrpc._transports.direct.stream import UNREAD_SECONDS, Stream
+from rayrpc._transports.direct.server_connection import (
+    SendReply,
+    ServerConnection,
+    send_nowhere,
+)
+from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.tls import Tls
 from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import prepare
-from rayrpc._transports.serving import ServingThreads
-from rayrpc.errors import CallError
 
 __all__ = ["DirectServer"]
 
-logger = logging.getLogger(__name__)
-
 # How long a thread waits for the next message of a connection.
 IDLE_SECONDS = 2.0
-
-# For so many calls after one during which a request arrived, others are expected to arrive.
-CROWDED_CALLS = 64
-
-SendReply = Callable[[Frame, Frame], None]
-
-
-def _send_nowhere(request: Frame, reply: Frame) -> None:
-    raise CallError("its result has ObjectRefs, which only Ray can send")
 
 
 class DirectServer:
@@ -95,7 +71,7 @@ class DirectServer:
         self._bulk = BulkReplies()
         self._idle = IdleConnections()
         self._on_connected: Callable[[socket.socket], None] = lambda connection: None
-        self._send_elsewhere: SendReply = _send_nowhere
+        self._send_elsewhere: SendReply = send_nowhere
         self._expelled: set[str] = set()  # tokens of members that the group declared lost
         self._listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
@@ -116,7 +92,7 @@ class DirectServer:
         secret: bytes,
         serve: Serve,
         on_connected: Callable[[socket.socket], None],
-        send_elsewhere: SendReply = _send_nowhere,
+        send_elsewhere: SendReply = send_nowhere,
     ) -> None:
         """Accept peers that know the secret, and serve their calls.
 
@@ -229,230 +205,3 @@ def _has_abstract_names() -> bool:
         except OSError:
             return False
         return bool(probe.getsockname())
-
-
-class ServerConnection:
-    """Serve one peer's calls.
-
-    Args:
-        connection (socket): authenticated and prepared.
-        pair (Pair): token of the peer's membership, and the number of its pair of connections.
-        stream (Stream): reads and writes it.
-        serve (Serve): answers frames.
-        bulk (BulkReplies | None): sends large replies; None: they go by this connection.
-        idle (IdleConnections): keeps it while it is idle.
-        threads (ThreadCache): runs the readers.
-        watchdog (ReaderWatchdog): releases readers that stay in one call.
-        send_elsewhere (Callable): sends a reply that no connection can carry.
-        on_end (Callable): called with this one when it has ended.
-    """
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        pair: Pair,
-        stream: Stream,
-        serve: Serve,
-        bulk: BulkReplies | None,
-        idle: IdleConnections,
-        threads: ThreadCache,
-        watchdog: ReaderWatchdog,
-        send_elsewhere: SendReply = _send_nowhere,
-        on_end: Callable[[ServerConnection], object] = lambda _: None,
-    ) -> None:
-        self.socket = connection
-        self.pair = pair
-        self.peer = pair[0]
-        self._serve = serve
-        self._bulk = bulk
-        self._idle = idle
-        self._threads = threads
-        self._watchdog = watchdog
-        self._elsewhere = send_elsewhere
-        self._on_end = on_end
-        self._stream = stream
-        self._serving = ServingThreads()
-        self._closed = False
-        self._crowded = 0
-
-    def start(self) -> None:
-        """Read from now on, in a thread.
-
-        Raises:
-            RuntimeError: no thread starts; the connection is closed.
-        """
-        try:
-            self._threads.submit(self._read)
-        except BaseException:
-            self._end()
-            raise
-
-    @property
-    def is_busy(self) -> bool:
-        """Tell whether other threads serve calls, or replies are not written yet."""
-        if self._closed:  # no reply can be sent
-            return False
-        return self._serving.has_others() or not self._stream.is_idle
-
-    @property
-    def tcp(self) -> socket.socket | None:
-        """The socket, if there is a TCP connection now."""
-        return None if self._closed else self._stream.tcp
-
-    @property
-    def is_closed(self) -> bool:
-        """Tell whether the connection has ended."""
-        return self._closed
-
-    def wait_until_read(self) -> bool:
-        """Wait a while until the peer has read most of its replies; return False if it has not."""
-        if self._closed or not self._stream.has_unread:
-            return True
-        return self._stream.wait_until_read(UNREAD_SECONDS)
-
-    def wait_for_hang_up(self, seconds: float) -> bool:
-        """Wait a while until the peer closes the connection; return False if it does not."""
-        poll = select.poll()
-        try:
-            poll.register(self.socket, getattr(select, "POLLRDHUP", 0))
-            return bool(poll.poll(1000 * seconds))
-        except (OSError, ValueError):  # closed here
-            return True
-
-    def hold(self, task: Callable[[], object]) -> bool:
-        """Keep a task until the peer has read most of its replies; return False if it has."""
-        return not self._closed and self._stream.hold(task)
-
-    def send_large(self, call_id: int, reply: Frame) -> None:
-        """Send the reply to a request that arrived on another connection of the peer."""
-        self._stream.send(call_id, reply, release_buffers=True)
-
-    def break_off(self, reason: str) -> None:
-        """Close the connection, which is silent."""
-        logger.info("closed a connection of a peer: %s", reason)
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
-    def close_after_fork(self) -> None:
-        """Close the descriptors that a forked child inherited."""
-        self._stream.close_after_fork()
-
-    def trim(self) -> None:
-        """Free memory that was not used for a while."""
-        self._stream.trim()
-
-    def _read(self) -> None:
-        """Read requests and serve them, until this thread is released or the connection ends."""
-        while self._read_until_idle():
-            if self._idle.add(self):
-                return
-
-    def _read_until_idle(self) -> bool:
-        """Read requests and serve them; return True if the connection has become idle."""
-        with ReaderRole(self._hand_over, self._watchdog) as role:
-            try:
-                if self._serve_requests(role):
-                    return True
-            except EOFError:
-                pass
-            except BaseException:
-                logger.exception("a connection could not be read; it is closed")
-                self.close()  # it fails the calls under way at the caller
-            if role.state == RELEASED:
-                return False
-        self._end()
-        return False
-
-    def _end(self) -> None:
-        self._closed = True
-        self._stream.close()
-        self._on_end(self)
-
-    def _serve_requests(self, role: ReaderRole) -> bool:
-        """Serve requests until this thread is released; return True once none comes."""
-        me = threading.get_ident()
-        while not self._closed:
-            if self._bulk is not None and not self._bulk.wait_until_read(self):
-                continue
-            try:
-                message = self._stream.read()
-            except TimeoutError:
-                if self._stream.is_between_messages:
-                    return True
-                continue
-            frame = message.frame()
-            self._stream.handled()
-            del message  # the request's buffers live no longer than its call
-            self._serving.add(me)
-            role.message_received()
-            try:
-                self._answer(frame, role)
-            finally:
-                self._serving.discard(me)
-            del frame  # so that it is freed while this thread waits for the next
-            if not role.message_done():
-                self._stream.flush()
-                return False
-        return False
-
-    def _hand_over(self) -> None:
-        self._stream.flush()
-        self._threads.submit(self._read)
-
-    def _answer(self, frame: Frame, role: ReaderRole) -> None:
-        role.one_at_a_time = self._crowded <= 0
-        reply = served(self._serve, frame)
-        if role.kept and role.look_ahead(self._has_arrived):
-            self._crowded = CROWDED_CALLS
-        elif self._crowded > 0:
-            self._crowded -= 1
-        if isinstance(reply, Deferred):
-            reply.hold = self._hold
-            reply.on_done(lambda late: self._send(frame, late, False))
-        else:
-            self._send(frame, reply, role.state != RELEASED and self._stream.has_more)
-
-    def _hold(self, task: Callable[[], object]) -> bool:
-        """Keep a task until the peer has read most of its replies; return False if it has."""
-        if self._stream.hold(task):
-            return True
-        return self._bulk is not None and self._bulk.hold(self.pair, task)
-
-    def _has_arrived(self) -> bool:
-        """Tell whether there is another message; a reader may ask."""
-        return self._stream.wait(0)
-
-    def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
-        if reply.objects is not None:
-            reply.keep_buffers()  # it is sent later
-            self._serving.add(~frame.call_id)  # no thread's ident
-            self._threads.submit(functools.partial(self._send_elsewhere, frame, reply))
-            return
-        try:
-            if self._bulk is not None and reply.buffers and size_of(reply) > BULK_BYTES:
-                self._stream.send(frame.call_id, None)  # announces it
-                self._bulk.send(self, frame.call_id, reply)
-            else:
-                self._stream.send(frame.call_id, reply, more, release_buffers=True)
-        except Exception:
-            logger.exception("a reply could not be sent; its connection is closed")
-            self.close()  # it fails the calls under way at the caller
-
-    def _send_elsewhere(self, frame: Frame, reply: Frame) -> None:
-        """Send a reply by another transport, and announce it here."""
-
-        def send(frame: Frame, may_block: bool = True) -> Frame | Deferred:
-            self._elsewhere(frame, reply)
-            return Frame(Kind.ELSEWHERE, reply.session, reply.src, reply.call_id)
-
-        try:
-            announced = served(send, frame)
-            assert isinstance(announced, Frame)
-            self._send(frame, announced, False)
-        finally:
-            self._serving.discard(~frame.call_id)

@@ -32,7 +32,7 @@ from rayrpc._protocol.transport import Deferred, PendingReply
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.idle_connections import IdleConnections
 from rayrpc._transports.direct.reader_schedule import IDLE
-from rayrpc._transports.direct.server import ServerConnection
+from rayrpc._transports.direct.server_connection import ServerConnection
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import prepare
 from rayrpc.errors import CallLostError

@@ -12,7 +12,14 @@ from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.transport import PendingReply
-from rayrpc._transports.direct import bulk_replies, server, stream, transport, wire
+from rayrpc._transports.direct import (
+    bulk_replies,
+    server,
+    server_connection,
+    stream,
+    transport,
+    wire,
+)
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
 WAIT_SECONDS = 300.0
@@ -37,7 +44,7 @@ def served_end(callee) -> Any:
 def pair(**options):
     """Make two workers on two nodes, for which messages are large from ``BULK_BYTES`` on."""
     with contextlib.ExitStack() as stack:
-        for module in (transport, server):
+        for module in (transport, server_connection):
             stack.enter_context(mock.patch.object(module, "BULK_BYTES", BULK_BYTES))
         for module in (stream, bulk_replies):
             stack.enter_context(mock.patch.object(module, "MAX_UNREAD_BYTES", UNREAD_BYTES))
