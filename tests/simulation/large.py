@@ -14,12 +14,12 @@ from typing import Any
 from rayrpc._transports.direct import (
     bulk_replies,
     mapped_segments,
+    message_reader,
     server,
     server_connection,
     shared_memory,
     stream,
     transport,
-    wire,
 )
 
 __all__ = ["Large", "Limits", "limited"]
@@ -77,7 +77,7 @@ def limited(limits: Limits) -> Iterator[None]:
         (stream, "SHARED_BYTES", limits.shared),
         (stream, "MAX_UNREAD_BYTES", limits.unread),
         (bulk_replies, "MAX_UNREAD_BYTES", limits.unread),
-        (wire, "CAPACITY", limits.receive_buffer),
+        (message_reader, "CAPACITY", limits.receive_buffer),
         (shared_memory, "MIN_SEGMENT_BYTES", 4096),
         (shared_memory, "MAX_SEGMENTS", limits.segments),
         (mapped_segments, "MAX_DESCRIPTORS", limits.descriptors),

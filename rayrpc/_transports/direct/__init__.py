@@ -11,7 +11,7 @@ The files, in the order in which a call meets them:
 - ``stream``: one end of a connection, of the caller or the callee: frames in and out;
 - ``shared_memory`` and ``mapped_segments``: segments for large buffers, between processes of one
   node: the sender's half, and the receiver's;
-- ``wire``: the format of messages, and their reader;
+- ``wire`` and ``message_reader``: the format of messages, and their reader;
 - ``received_memory``: of large buffers from other nodes;
 - ``send_queue``: writes messages in batches, without blocking the sender for long;
 - ``traffic``: counts the bytes that connections send;

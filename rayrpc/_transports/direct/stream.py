@@ -18,6 +18,7 @@ from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, FrameError, SharedForks, flat
 from rayrpc._transports.direct.mapped_segments import MappedSegments
+from rayrpc._transports.direct.message_reader import MessageReader
 from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.shared_memory import (
@@ -34,7 +35,6 @@ from rayrpc._transports.direct.wire import (
     FREED,
     RELEASED,
     Message,
-    MessageReader,
     SharedBuffers,
     message_parts,
     notice_part,

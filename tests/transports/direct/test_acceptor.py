@@ -13,6 +13,7 @@ from limits import no_descriptors
 from rayrpc._transports.direct import acceptor as acceptor_module
 from rayrpc._transports.direct import server as server_module
 from rayrpc._transports.direct.auth import ServerHandshake
+from rayrpc._transports.direct.server_connection import ServerConnection
 from rayrpc._transports.direct.wire import message_parts
 
 
@@ -51,8 +52,7 @@ def tcp_call(callee, connection=None):
 def test_a_connection_that_cannot_be_served_is_closed_and_the_next_is_served(
     callee, monkeypatch, caplog
 ):
-    served = server_module.ServerConnection
-    monkeypatch.setattr(server_module, "ServerConnection", fail_once(served))
+    monkeypatch.setattr(server_module, "ServerConnection", fail_once(ServerConnection))
     with dial(callee.server, socket.AF_INET) as unlucky:
         authenticate(unlucky)
         assert unlucky.recv(1) == b""

@@ -36,7 +36,8 @@ from rayrpc._transports.direct import connection as connection_module
 from rayrpc._transports.direct import send_queue, stream
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
 from rayrpc._transports.direct.connection import CallerConnection
-from rayrpc._transports.direct.wire import MessageReader, message_parts
+from rayrpc._transports.direct.message_reader import MessageReader
+from rayrpc._transports.direct.wire import message_parts
 from rayrpc.errors import CallError, CallLostError
 
 

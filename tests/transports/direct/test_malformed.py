@@ -17,16 +17,15 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Fork, ForkRequest, Frame, FrameError, Kind
-from rayrpc._transports.direct import wire
+from rayrpc._transports.direct import message_reader, wire
 from rayrpc._transports.direct.connection import CallerConnection
+from rayrpc._transports.direct.message_reader import CAPACITY, MessageReader
 from rayrpc._transports.direct.shared_memory import is_supported
 from rayrpc._transports.direct.stream import SHARED_BYTES, Stream
 from rayrpc._transports.direct.wire import (
-    CAPACITY,
     FREED,
     RELEASED,
     SHARED,
-    MessageReader,
     SharedBuffers,
     message_parts,
     notice_part,
@@ -130,21 +129,21 @@ def read_all(data):
 class TestMutated:
     @pytest.fixture(autouse=True)
     def small_capacity(self, monkeypatch):
-        monkeypatch.setattr(wire, "CAPACITY", SMALL_CAPACITY)
+        monkeypatch.setattr(message_reader, "CAPACITY", SMALL_CAPACITY)
 
     def test_a_mutated_message_gives_a_message_or_the_error_and_takes_no_more_than_it_says(
         self, monkeypatch
     ):
         some = random.Random(1)
         bases = list(some_messages())
-        allocate = wire._allocate
+        allocate = message_reader._allocate
         allocated = []
 
         def recorded(size, how):
             allocated.append(size)
             return allocate(min(size, 1 << 20), how)  # what is not there is not filled either
 
-        monkeypatch.setattr(wire, "_allocate", recorded)
+        monkeypatch.setattr(message_reader, "_allocate", recorded)
         ends: collections.Counter[Any] = collections.Counter()
         for _ in range(MUTATED // 2):
             data = mutate(some, some.choice(bases))

@@ -8,14 +8,9 @@ import pytest
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct.message_reader import MessageReader
 from rayrpc._transports.direct.stream import Stream
-from rayrpc._transports.direct.wire import (
-    RELEASED,
-    MessageReader,
-    message_parts,
-    notice_part,
-    prepare,
-)
+from rayrpc._transports.direct.wire import RELEASED, message_parts, notice_part, prepare
 
 WAIT_SECONDS = 60.0
 

@@ -14,11 +14,11 @@ from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.transport import PendingReply
 from rayrpc._transports.direct import (
     bulk_replies,
+    message_reader,
     server,
     server_connection,
     stream,
     transport,
-    wire,
 )
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
@@ -48,7 +48,7 @@ def pair(**options):
             stack.enter_context(mock.patch.object(module, "BULK_BYTES", BULK_BYTES))
         for module in (stream, bulk_replies):
             stack.enter_context(mock.patch.object(module, "MAX_UNREAD_BYTES", UNREAD_BYTES))
-        stack.enter_context(mock.patch.object(wire, "CAPACITY", 600))
+        stack.enter_context(mock.patch.object(message_reader, "CAPACITY", 600))
         make = stack.enter_context(groups())
         yield make({"node": "127.0.0.2", **options}, {"node": "127.0.0.3"})
 
