@@ -14,6 +14,7 @@ The files, in the order in which a call meets them:
 - ``wire`` and ``message_reader``: the format of messages, and their reader;
 - ``received_memory``: of large buffers from other nodes;
 - ``send_queue``: writes messages in batches, without blocking the sender for long;
+- ``outgoing``: such a message, and what is left of several when some bytes are written;
 - ``traffic``: counts the bytes that connections send;
 - ``silence``: closes connections to hosts that do not answer;
 - ``tls``: encrypts connections between nodes;

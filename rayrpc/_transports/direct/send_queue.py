@@ -10,12 +10,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._concurrency.waiting import Notifier
 from rayrpc._protocol.messages import SharedForks
-from rayrpc._transports.direct.shared_memory import Lease, copied
+from rayrpc._transports.direct.outgoing import (
+    MAX_PARTS,
+    SEND_BYTES,
+    Outgoing,
+    first_parts,
+    kept_of,
+    unsent_of,
+)
+from rayrpc._transports.direct.shared_memory import Lease
 from rayrpc._transports.direct.traffic import Sent
 from rayrpc._transports.direct.wire import is_writable
 
@@ -27,55 +35,12 @@ WRITE_SECONDS = 0.02
 MAX_HELD_BACK = 16
 # How long, unless ``flush`` is called before.
 FLUSH_SECONDS = 0.0002
-# How many parts go into one system call; systems allow 1024 and more.
-MAX_PARTS = 512
-# ... and how many bytes: while the system copies them, it processes no acknowledgements.
-SEND_BYTES = 512 * 1024
 NO_CALL = -1
 # No thread has this ident: the writer has handed over, and another thread is to begin.
 HANDED_OVER = -1
 # Arguments of one call.
 _NO_WAITS = (socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0),)
 _NO_DATA: tuple[tuple[()]] = ((),)
-
-
-class _Outgoing(NamedTuple):
-    """A message to write.
-
-    Args:
-        call_id (int): of its call.
-        parts (list): its bytes.
-        forks (SharedForks | None): those in it; released unless it begins to be written.
-        may_change (bool): the memory of its parts is the program's, which may write to it.
-        is_pending (bool): it is among the ``pending_bytes``.
-        lease (Lease | None): of the segment with its buffers.
-    """
-
-    call_id: int
-    parts: list[Any]
-    forks: SharedForks | None = None
-    may_change: bool = False
-    is_pending: bool = False
-    lease: Lease | None = None
-
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return sum(map(len, self.parts))
-
-    def kept(self, written: int = 0) -> _Outgoing:
-        """Return the message, pending, in memory of its own but for what is written."""
-        if not self.may_change:
-            return self if self.is_pending else self._replace(is_pending=True)
-        parts: list[Any] = []
-        for part in self.parts:
-            done = min(written, len(part))
-            written -= done
-            if done:
-                parts.append(part[:done])
-            if done < len(part):
-                parts.append(part[done:] if isinstance(part, bytes) else copied(part[done:]))
-        return _Outgoing(self.call_id, parts, self.forks, is_pending=True, lease=self.lease)
 
 
 class SendQueue:
@@ -107,7 +72,7 @@ class SendQueue:
         self._is_exact = not hasattr(connection, "has_pending")
         self._threads = threads
         self._on_broken = on_broken
-        self._queue: collections.deque[_Outgoing] = collections.deque()
+        self._queue: collections.deque[Outgoing] = collections.deque()
         self._piggybacked: collections.deque[bytes] = collections.deque()
         #: sends a part along with the next message; takes no lock
         self.piggyback = self._piggybacked.append
@@ -117,7 +82,7 @@ class SendQueue:
         self._writer = 0
         self._writers = itertools.count(1)
         self._interrupted: collections.deque[int] = collections.deque()  # writers
-        self._writing: list[_Outgoing] = []  # the writer's
+        self._writing: list[Outgoing] = []  # the writer's
         self._written = 0  # bytes of these
         self._counts: list[int] = []  # of bytes that were written just now, at most one
         self._is_broken = False
@@ -153,7 +118,7 @@ class SendQueue:
         Returns:
             True if it was written; else it may be, or will be.
         """
-        message = _Outgoing(call_id, parts, forks, may_change, False, lease)
+        message = Outgoing(call_id, parts, forks, may_change, False, lease)
         me = next(self._writers)
         is_queued = False
         try:
@@ -191,7 +156,7 @@ class SendQueue:
         with self._lock:
             result = (
                 self._is_broken
-                or call_id in _unsent(self._writing, self._written)
+                or call_id in unsent_of(self._writing, self._written)
                 # it is the last one, as a rule
                 or any(message.call_id == call_id for message in reversed(self._queue))
             )
@@ -242,7 +207,7 @@ class SendQueue:
 
     # -- the writer ---------------------------------------------------------------------------
 
-    def _begin_to_write(self, writer: int, messages: list[_Outgoing]) -> None:
+    def _begin_to_write(self, writer: int, messages: list[Outgoing]) -> None:
         """Become the writer, with the lock held."""
         # no call in between: an interrupt comes before or after all four
         self._written = 0
@@ -255,7 +220,7 @@ class SendQueue:
         count = len(self._piggybacked)
         if count:
             parts: list[bytes] = []
-            self._writing = [_Outgoing(NO_CALL, parts), *self._writing]
+            self._writing = [Outgoing(NO_CALL, parts), *self._writing]
             # one call in C: an interrupt comes before or after it
             parts.extend(map(collections.deque.popleft, (self._piggybacked,) * count))
 
@@ -269,7 +234,7 @@ class SendQueue:
                     self._writing = []
                     self._writer = 0
                     return
-                messages: list[_Outgoing] = []
+                messages: list[Outgoing] = []
                 self._begin_to_write(self._writer, messages)
                 messages.extend(map(collections.deque.popleft, (self._queue,) * count))
             self._take_piggybacked()
@@ -312,7 +277,7 @@ class SendQueue:
                     continue
                 parts[0] = memoryview(parts[0])[skipped:]
             is_small = len(parts) == 1 and len(parts[0]) <= SEND_BYTES
-            first = parts if is_small else _first(parts)
+            first = parts if is_small else first_parts(parts)
             try:
                 # one call in C: an interrupt comes before, or after the count was stored
                 if len(first) == 1:
@@ -342,7 +307,7 @@ class SendQueue:
             self._written += self._counts[0]
             self._sent.connection += self._counts[0]
             self._counts = []
-        kept = _kept(self._writing, self._written)
+        kept = kept_of(self._writing, self._written)
         with self._lock:
             size = sum(message.size for message in self._writing if not message.is_pending)
             self._writing = kept
@@ -390,10 +355,10 @@ class SendQueue:
             self._break(self._writing, self._written)
             raise
 
-    def _break(self, messages: list[_Outgoing], done: int) -> None:
+    def _break(self, messages: list[Outgoing], done: int) -> None:
         with self._lock:
             self._is_broken = True
-            unsent = _unsent(messages, done)
+            unsent = unsent_of(messages, done)
             unsent += [message.call_id for message in self._queue]
             self._queue.clear()
             self._writing = []
@@ -403,34 +368,3 @@ class SendQueue:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._on_broken(unsent)
-
-
-def _first(parts: list[Any]) -> list[Any]:
-    """Return the beginning of a message's parts, for one system call."""
-    left = SEND_BYTES
-    first: list[Any] = []
-    for part in parts[:MAX_PARTS]:
-        first.append(part if len(part) <= left else memoryview(part)[:left])
-        left -= len(first[-1])
-        if not left:
-            break
-    return first
-
-
-def _unsent(messages: list[_Outgoing], written: int) -> list[int]:
-    """Return the calls of the messages of which no byte is written."""
-    unsent = []
-    for message in messages:
-        if written <= 0:
-            unsent.append(message.call_id)
-        written -= message.size
-    return unsent
-
-
-def _kept(messages: list[_Outgoing], written: int) -> list[_Outgoing]:
-    """Return messages in memory of their own, but for what is written."""
-    kept = []
-    for message in messages:
-        kept.append(message.kept(max(0, written)))
-        written -= message.size
-    return kept

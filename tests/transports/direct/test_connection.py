@@ -33,7 +33,7 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.transport import Deferred
 from rayrpc._transports.direct import connection as connection_module
-from rayrpc._transports.direct import send_queue, stream
+from rayrpc._transports.direct import outgoing, send_queue, stream
 from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.message_reader import MessageReader
@@ -513,7 +513,8 @@ def test_a_call_that_ends_before_it_is_sent_frees_its_request_at_once(callee):
 
 
 def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_no_news_from_its_owner(callee):
-    files = [module.__file__ for module in (connection_module, send_queue, stream, threads_module)]
+    modules = (connection_module, outgoing, send_queue, stream, threads_module)
+    files = [module.__file__ for module in modules]
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)
     for strike in strikes(files):
         owner = Owner(callee, socket.AF_UNIX)

@@ -9,7 +9,8 @@ from conftest import eventually
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.direct.send_queue import MAX_PARTS, SEND_BYTES, SendQueue
+from rayrpc._transports.direct.outgoing import MAX_PARTS, SEND_BYTES
+from rayrpc._transports.direct.send_queue import SendQueue
 from rayrpc._transports.direct.stream import Stream
 from rayrpc._transports.direct.wire import prepare
 
