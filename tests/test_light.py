@@ -113,7 +113,7 @@ def test_a_worker_that_is_refused_is_not_waited_for(ray_cluster):
         directory: Any = opened[1][1]
         ask = directory._actor.__ray_call__.remote
         assert eventually(
-            lambda: ray.get(ask(lambda self: set(self._watched)), timeout=60) == {"twin-0"}
+            lambda: ray.get(ask(lambda self: self._watch.tokens), timeout=60) == {"twin-0"}
         )
     finally:
         for transport, directory in opened:

@@ -12,6 +12,7 @@ In the order in which a worker meets them:
                       they need, which ``start_worker`` asks in the place of Ray's program
     forked_children   the children that a connected process forks, without a client of Ray
     directory         the directory actor of a group
+    endpoint_watch    has it learn when a member leaves or dies
     directory_client  a member's side of it: ``RayDirectory``
     host_monitor      finds the hosts that do not answer, for the directory
     endpoint          addresses, the wire form, the endpoint of a hosted worker

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
 from rayrpc._protocol.group import Group
 from rayrpc._protocol.membership import Admitted, Change, Decision, Member, Session, Snapshot
@@ -44,8 +44,8 @@ from rayrpc._transports.ray.directory_answers import (
     SharedSnapshot,
     poll_seconds,
 )
+from rayrpc._transports.ray.endpoint_watch import EndpointWatch
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
-from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
 __all__ = ["DirectoryActor"]
@@ -67,11 +67,6 @@ APPLIED_SECONDS = 5.0
 # How long a directory that was restarted waits for reports; it takes no joins meanwhile.
 REBUILD_SECONDS = 5.0
 
-# Pause before an endpoint is watched again.
-WATCH_RETRY_SECONDS = 0.2
-# How often the endpoint of a member that has just joined is looked for.
-ENDPOINT_POLL_SECONDS = 0.02
-
 
 class DirectoryActor:
     """Serve the membership of one group.
@@ -87,7 +82,6 @@ class DirectoryActor:
         self._peer_timeout = peer_timeout
         self._secret = os.urandom(32)
         self._joins: dict[str, asyncio.Future[Snapshot | str]] = {}  # undecided, by token
-        self._unwatched: dict[str, asyncio.Event] = {}  # by token, until the endpoint is watched
         self._applied = AppliedVersions()
         # by session and barrier: what its members have reported there
         self._barriers: dict[tuple[int, str], asyncio.Future[dict[str, Any] | SharedReports]] = {}
@@ -100,7 +94,7 @@ class DirectoryActor:
         self._any_died = False
         self._count_joins = 0  # that were not decided at once
         self._known: set[str] = set()  # tokens of those that this process has admitted or restored
-        self._watched: set[str] = set()  # by token
+        self._watch = EndpointWatch(self._remove)
         self._rebuild = Rebuild(key)
         self._is_built = asyncio.Event()
         self._was_restarted = ray_api.was_restarted()
@@ -138,7 +132,7 @@ class DirectoryActor:
             again = session.snapshot(session.members[member.token])
             return self._shared(again._replace(secret=self._secret))
         answer = self._joins[member.token] = asyncio.get_running_loop().create_future()
-        self._start(self._watch(member, process))
+        self._start(self._watch.watch(member, process, answer))
         await self._learn_raylets(member.node)
         await self._settle(self._group.join(member))
         if member.token in self._group.pending:
@@ -186,13 +180,13 @@ class DirectoryActor:
         session = self._group.find(member.token)
         if session is not None:  # it may have told what a barrier has returned
             self._open_barriers(session)
-        self._start(self._watch(member))
+        self._start(self._watch.watch(member))
         await self._learn_raylets(member.node)
         return Restored(*answer)
 
     async def watched(self, token: str) -> None:
         """Return when the member's endpoint is watched, or it is no member."""
-        await self._unwatched.setdefault(token, asyncio.Event()).wait()
+        await self._watch.wait(token)
 
     async def withdraw(self, token: str) -> tuple[list[int], str]:
         """Cancel a join that took too long.
@@ -234,18 +228,13 @@ class DirectoryActor:
         self._applied.note(token, version)
         count = len(session.members) if session is not None else 1
         seconds = poll_seconds(self._peer_timeout, count)
+
+        def has_news() -> bool:
+            return session is None or token not in session.members or session.version > version
+
         async with self._changed:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(
-                        lambda: (
-                            session is None
-                            or token not in session.members
-                            or session.version > version
-                        )
-                    ),
-                    seconds,
-                )
+                await asyncio.wait_for(self._changed.wait_for(has_news), seconds)
             if session is not None and token in session.members:
                 return session.since(version)
         return self._expelled.get(token, "it has left")
@@ -307,7 +296,7 @@ class DirectoryActor:
         self._group = self._rebuild.build()
         self._secret = self._rebuild.secret or self._secret
         for member in self._group.everyone():
-            self._start(self._watch(member))
+            self._start(self._watch.watch(member))
         self._is_built.set()
 
     async def _settle(self, decisions: list[Decision]) -> None:
@@ -315,7 +304,7 @@ class DirectoryActor:
             answer = self._joins.pop(decision.token, None)
             admitted = isinstance(decision, Admitted)
             if not admitted:
-                self._set_watched(decision.token)  # it will have no endpoint
+                self._watch.let_go(decision.token)  # it will have no endpoint
             if answer is not None and not answer.done():
                 answer.set_result(decision.snapshot if admitted else decision.reason)  # type: ignore[union-attr]
         if decisions:
@@ -355,61 +344,6 @@ class DirectoryActor:
             if session.is_over:
                 del self._barriers[session.number, tag]
 
-    async def _watch(self, member: Member, process: Sequence[Any] = ()) -> None:
-        """Remove a member when it leaves or dies.
-
-        Args:
-            member: whom to watch.
-            process: see ``join``.
-        """
-        if member.token in self._watched:
-            return
-        self._watched.add(member.token)
-        while True:
-            try:
-                actor = await self._endpoint(member, process)
-                self._set_watched(member.token)
-                # `ps` shows it in the process's title while the worker is a member
-                await actor.watch.options(name=member.name).remote(member.token)
-                kind, cause = "left", ""
-            except ValueError:
-                kind, cause = "died", "it has ended"
-            except ActorUnavailableError:
-                await asyncio.sleep(WATCH_RETRY_SECONDS)  # a broken connection, not a death
-                continue
-            except RayError as exc:
-                kind, cause = "died", cause_of(exc)
-            break
-        await self._remove(member.token, kind, cause)
-
-    async def _endpoint(self, member: Member, process: Sequence[Any]) -> Any:
-        """Return the handle of a member's endpoint; wait for one that is not started yet.
-
-        Args:
-            member: whose.
-            process: see ``join``.
-
-        Raises:
-            ValueError: it has ended.
-            RayError: the member's process has died.
-        """
-        loop = asyncio.get_running_loop()
-        alive: asyncio.Future[Any] = asyncio.gather(
-            *(asyncio.wrap_future(each.future()) for each in process)
-        )
-        answer: asyncio.Future[Any] | None = self._joins.get(member.token)
-        while True:
-            try:
-                return await loop.run_in_executor(None, member.address.find)
-            except ValueError:
-                if alive.done():
-                    alive.result()
-                    raise
-            if answer is not None and not answer.done():
-                await asyncio.wait([alive, answer], return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await asyncio.wait([alive], timeout=ENDPOINT_POLL_SECONDS)
-
     async def _learn_raylets(self, host: str) -> None:
         """Have the port of a host's raylet at hand: once it is silent, Ray may not tell it."""
         if host not in self._raylets:
@@ -431,22 +365,16 @@ class DirectoryActor:
                     if member.node == host:
                         await self._remove(member.token, "died", cause)
 
-    def _set_watched(self, token: str) -> None:
-        event = self._unwatched.pop(token, None)
-        if event is not None:
-            event.set()
-
     async def _remove(self, token: str, kind: str, cause: str = "") -> None:
         session = self._group.find(token)
         if self._group.remove(token, kind, cause) and kind == "died":
             self._any_died = True
             self._expelled[token] = cause
-        self._set_watched(token)
+        self._watch.forget(token)
         answer = self._joins.pop(token, None)
         if answer is not None and not answer.done():
             answer.set_result(cause or "it left before the group was complete")
         self._applied.forget(token)
-        self._watched.discard(token)
         if session is not None:
             self._open_barriers(session)
         async with self._changed:
