@@ -14,6 +14,7 @@ In the order in which a worker meets them:
     directory         the directory actor of a group
     endpoint_watch    has it learn when a member leaves or dies
     directory_client  a member's side of it: ``RayDirectory``
+    group_record      what it knows of the group, should the directory be restarted
     host_monitor      finds the hosts that do not answer, for the directory
     endpoint          addresses, the wire form, the endpoint of a hosted worker
     relay             the relay actor: the endpoint of an attached process

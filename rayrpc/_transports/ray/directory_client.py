@@ -28,7 +28,6 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.notices import noticed
 from rayrpc._protocol.membership import Change, Member, Snapshot
-from rayrpc._protocol.rebuild import Report
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import control_service_answers, through_client
@@ -42,6 +41,7 @@ from rayrpc._transports.ray.directory_answers import (
     poll_seconds,
 )
 from rayrpc._transports.ray.endpoint import hosted_endpoint
+from rayrpc._transports.ray.group_record import GroupRecord
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
 from rayrpc._transports.ray.ray_errors import cause_of
 from rayrpc.errors import GroupError
@@ -61,8 +61,6 @@ CUT_OFF = "it was cut off from the directory"
 # How long the program of a hosted worker that the group has declared lost may take to leave it.
 LEAVE_SECONDS = 15.0
 LEAVE_POLL_SECONDS = 0.1
-# How many barriers' results a member keeps for a directory that is restarted.
-KEPT_SYNCS = 8
 # How long a member waits for a directory that need not wait for other members.
 ANSWER_SECONDS = 10.0
 
@@ -84,12 +82,7 @@ class RayDirectory(Directory):
         # neither it nor its host has answered for ``peer_timeout``
         self._is_silent = False
         self._is_gone = False  # it does not answer, and nothing can start it again
-        self._members: dict[str, Member] = {}  # by token
-        self._epochs: dict[int, int] = {}  # how often each id was used
-        self._restarting: dict[str, Change] = {}  # deaths of members that are started again
-        self._snapshot: Snapshot | None = None  # of the join
-        self._version = 0  # the last one that was applied
-        self._synced: dict[str, dict[str, Any]] = {}  # what barriers returned, the last ones
+        self._record = GroupRecord()
         self._ports: dict[str, int] = {}  # of raylets, by host
         self._worker = ""
         self._token = ""
@@ -151,9 +144,7 @@ class RayDirectory(Directory):
             members = ray_api.get(answer.members, timeout=timeout)
             answer = answer.snapshot._replace(members=members)
         self._token = member.token
-        self._snapshot = answer
-        self._version = answer.version
-        self._count([*answer.restarting, *(Change(0, "joined", each) for each in answer.members)])
+        self._record.begin(answer)
         self._learn_ports()
         if answer.note:
             logger.warning("%s", answer.note)
@@ -206,9 +197,9 @@ class RayDirectory(Directory):
                         apply(changes)
                     except Exception:
                         logger.exception("news of the members of a group were not fully applied")
-                    self._version = changes[-1].version
-                    self._count(changes)
-                    if any(each.node not in self._ports for each in self._members.values()):
+                    self._record.version = changes[-1].version
+                    self._record.add(changes)
+                    if any(each.node not in self._ports for each in self._record.members.values()):
                         self._learn_ports()
 
         threading.Thread(target=run, name="rayrpc-directory", daemon=True).start()
@@ -240,7 +231,7 @@ class RayDirectory(Directory):
             apply: called with the losses that this worker finds where the directory is silent.
         """
 
-        ask = functools.partial(ray_api.submit, self._actor.poll, self._token, self._version)
+        ask = functools.partial(ray_api.submit, self._actor.poll, self._token, self._record.version)
         answer: Any = None
         faults = 0
         begin = time.monotonic()
@@ -259,12 +250,14 @@ class RayDirectory(Directory):
                         if changes is None:
                             return CUT_OFF
                     if changes is None or changes == WANTS_MEMBERS:
-                        reported = self._report(with_members=changes is not None)
+                        reported: list[Any] = [self._record.report()]
+                        if changes is not None:
+                            reported.append(list(self._record.members.values()))
                         ask = functools.partial(ray_api.submit, self._actor.restore, *reported)
                         answer = None
                         continue
                     if isinstance(changes, Restored):
-                        self._version = changes.version
+                        self._record.version = changes.version
                         changes = changes.changes
                     return changes  # type: ignore[no-any-return]
             except ActorUnavailableError:  # a broken connection, or it is started again
@@ -286,34 +279,19 @@ class RayDirectory(Directory):
                 answer = None
                 time.sleep(FAULT_SECONDS)
             silence = time.monotonic() - begin
-            expected = poll_seconds(self._peer_timeout, len(self._members))
+            expected = poll_seconds(self._peer_timeout, len(self._record.members))
             if silence > expected + PROBE_SECONDS and not through_client():
                 if monitor is None:
                     monitor = HostMonitor(self._peer_timeout - silence, self._ports.get)
                 self._ask_hosts(monitor, silence, apply)
         return None
 
-    def _report(self, with_members: bool) -> tuple[Any, ...]:
-        """Return what a directory that was restarted needs of this worker."""
-        snapshot = self._snapshot
-        assert snapshot is not None
-        report = Report(
-            snapshot.me,
-            snapshot.session,
-            snapshot.version,
-            self._version,
-            snapshot.secret,
-            self._epochs,
-            dict(self._synced),
-            list(self._restarting.values()),
-        )
-        return (report, list(self._members.values())) if with_members else (report,)
-
     def _ask_hosts(
         self, monitor: HostMonitor, silence: float, apply: Callable[[list[Change]], None]
     ) -> None:
         """Find out which hosts are silent; if the directory's is, report the members there."""
-        others = [each for each in self._members.values() if each.token != self._token]
+        members = self._record.members.values()
+        others = [each for each in members if each.token != self._token]
         lost = asyncio.run(monitor.ask([self._host, *(each.node for each in others)]))
         if self._host not in lost or self._host == ray.util.get_node_ip_address():
             if silence > self._peer_timeout and not self._is_gone:
@@ -336,22 +314,8 @@ class RayDirectory(Directory):
             if member.node in lost
         ]
         if changes:
-            self._count(changes)
+            self._record.add(changes)
             apply(changes)
-
-    def _count(self, changes: list[Change]) -> None:
-        """Note who is a member, who is started again, and which ids were used."""
-        for change in changes:
-            member = change.member
-            if change.kind == "joined":
-                self._members[member.token] = member
-                self._restarting.pop(member.name, None)
-                used = self._epochs.get(member.id, 0)
-                self._epochs[member.id] = max(used, member.epoch + 1)
-            else:
-                self._members.pop(member.token, None)
-                if change.kind == "died" and member.is_restarted:
-                    self._restarting[member.name] = change
 
     def _learn_ports(self) -> None:
         """Have the ports of raylets at hand: of silent hosts Ray may not tell them."""
@@ -428,8 +392,7 @@ class RayDirectory(Directory):
                 f"{self._key!r} has died: {cause_of(exc)}. Restart the run."
             ) from exc
         # another member may need them, should the directory be restarted before it has its own
-        kept = list(self._synced.items())[1 - KEPT_SYNCS :]
-        self._synced = dict([*kept, (tag, reports)])
+        self._record.add_sync(tag, reports)
         return reports  # type: ignore[no-any-return]
 
     def leave(self) -> None:
