@@ -13,6 +13,7 @@ In the order in which a worker meets them:
     forked_children   the children that a connected process forks, without a client of Ray
     directory         the directory actor of a group
     endpoint_watch    has it learn when a member leaves or dies
+    directory_start   starts it on the head node, or finds it
     directory_client  a member's side of it: ``RayDirectory``
     group_record      what it knows of the group, should the directory be restarted
     host_monitor      finds the hosts that do not answer, for the directory

@@ -31,15 +31,14 @@ from rayrpc._protocol.membership import Change, Member, Snapshot
 from rayrpc._protocol.transport import Directory
 from rayrpc._transports.ray import ray_api
 from rayrpc._transports.ray.cluster import control_service_answers, through_client
-from rayrpc._transports.ray.directory import DirectoryActor
 from rayrpc._transports.ray.directory_answers import (
-    DIRECTORY_NAME,
     WANTS_MEMBERS,
     Restored,
     SharedReports,
     SharedSnapshot,
     poll_seconds,
 )
+from rayrpc._transports.ray.directory_start import find_or_create
 from rayrpc._transports.ray.endpoint import hosted_endpoint
 from rayrpc._transports.ray.group_record import GroupRecord
 from rayrpc._transports.ray.host_monitor import PROBE_SECONDS, HostMonitor, raylets
@@ -95,20 +94,6 @@ class RayDirectory(Directory):
         """Whether it is not known if the directory will ever answer."""
         return self._is_silent or self._is_gone
 
-    def _find_or_create(self) -> Any:
-        directory: Any = ray.remote(DirectoryActor)
-        return directory.options(
-            name=f"{DIRECTORY_NAME}{self._key}",
-            namespace=self._namespace,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            num_cpus=0,
-            memory=1,  # a byte: Ray puts an actor that asks for nothing on any node
-            max_concurrency=100_000,
-            scheduling_strategy=_on_head_node(),
-        ).remote(self._key, self._peer_timeout)
-
     def reach(self, timeout: float) -> None:
         """Wait until the directory runs; create it if there is none.
 
@@ -153,7 +138,7 @@ class RayDirectory(Directory):
     def _call(self, call: Callable[[Any], Any], timeout: float) -> Any:
         deadline = Deadline(timeout)
         while True:
-            self._actor = self._find_or_create()
+            self._actor = find_or_create(self._key, self._namespace, self._peer_timeout)
             try:
                 return ray_api.get(call(self._actor), timeout=deadline.remaining())
             except RayActorError as exc:
@@ -410,12 +395,3 @@ class RayDirectory(Directory):
 
     def close(self) -> None:
         self._closed = True
-
-
-def _on_head_node() -> Any:
-    """Return where the directory runs: beside Ray's control service, while that node lives."""
-    for node in ray.nodes():
-        if "node:__internal_head__" in node["Resources"]:
-            affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-            return affinity(node["NodeID"], soft=True)
-    return "DEFAULT"
