@@ -2,7 +2,8 @@
 
 The files, in the order in which a call meets them:
 
-- ``transport``: chooses the route of a call: a connection, or the fallback transport;
+- ``transport``: chooses the ``route`` of a call: a connection, or the fallback transport;
+- ``unconnected_calls``: calls that go by the latter, or fail;
 - ``address``: what a member's record says of its worker's listeners;
 - ``dialing``: connects to a peer, and authenticates;
 - ``connection`` and ``connection_call``: the caller's end: sends requests, completes the calls;

@@ -5,9 +5,12 @@ The directory's actor unpickles it, so this module needs neither torch nor Ray.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-__all__ = ["DirectAddress"]
+from rayrpc._protocol.membership import Member
+
+__all__ = ["DirectAddress", "for_fallback"]
 
 
 class DirectAddress(NamedTuple):
@@ -34,3 +37,10 @@ class DirectAddress(NamedTuple):
             ValueError: the endpoint has ended.
         """
         return self.fallback.find()
+
+
+def for_fallback(peer: Member) -> Member:
+    """Return a member with its address on the fallback."""
+    if isinstance(peer.address, DirectAddress):
+        return replace(peer, address=peer.address.fallback)
+    return peer

@@ -15,9 +15,7 @@ import itertools
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error
@@ -26,54 +24,32 @@ from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._concurrency.waiting import Event
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, size_of
-from rayrpc._protocol.transport import Pending, PendingReply, Serve, Transport
+from rayrpc._protocol.transport import Pending, Serve, Transport
 from rayrpc._transports.direct import after_fork
-from rayrpc._transports.direct.address import DirectAddress
+from rayrpc._transports.direct.address import DirectAddress, for_fallback
 from rayrpc._transports.direct.auth import AuthenticationError, ClientHandshake
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES, OPEN_SECONDS
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.dialing import dial
 from rayrpc._transports.direct.listening import Listening
-from rayrpc._transports.direct.peer_process import has_ended
 from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc._transports.direct.route import Route
 from rayrpc._transports.direct.server import DirectServer
 from rayrpc._transports.direct.silence import SilenceWatch
 from rayrpc._transports.direct.tls import Tls
 from rayrpc._transports.direct.traffic import Traffic
-from rayrpc.errors import CallError, CallLostError, WorkerDiedError
+from rayrpc._transports.direct.unconnected_calls import UnconnectedCalls, cut_error
+from rayrpc.errors import CallError
 
 __all__ = ["DirectTransport"]
 
 logger = logging.getLogger(__name__)
 
-# How long a call whose connection broke waits until the directory reports that the peer died.
-LOSS_SECONDS = 1.0
 # Pauses before a broken connection is made again: the first one, and the longest.
 REOPEN_SECONDS = 1.0
 MAX_REOPEN_SECONDS = 30.0
 # How long replies that have arrived may take to be read after the loss of their sender.
 READ_SECONDS = 1.0
-
-
-@dataclass(slots=True)
-class _Route:
-    """How calls reach a peer.
-
-        DIRECT ── the connection breaks ──> FALLBACK     while it is made again
-        DIRECT <── the peer is reached ──── FALLBACK
-                                            FALLBACK     from the start: it accepts no connections
-
-    Args:
-        peer (Member): with its address on the fallback.
-        connection (CallerConnection | None): in the state FALLBACK, broken or None.
-        is_near (bool): the peer is on this node, and reached by a UNIX socket.
-        reason (str): of the state FALLBACK; empty in the state DIRECT.
-    """
-
-    peer: Member
-    connection: CallerConnection | None
-    is_near: bool
-    reason: str = ""
 
 
 class DirectTransport(Transport):
@@ -112,6 +88,7 @@ class DirectTransport(Transport):
         self._node_id = fallback.node_id
         # without a soft limit in effect: most of its threads wait for a message
         self._threads = ThreadCache("rayrpc-connection", soft_limit=10_000)
+        self._unconnected = UnconnectedCalls(fallback, self._threads, only)
         self._watchdog = ReaderWatchdog(lambda: self._threads.submit(self._trim))
         listener, self._host = None, fallback.node
         if not near_only:
@@ -124,8 +101,7 @@ class DirectTransport(Transport):
             peer_timeout, lambda: [*self._connections(), *self._server.connections]
         )
         self._secret = b""
-        self._find: Callable[[int], Member | None] = lambda _: None
-        self._routes: dict[str, _Route] = {}  # by the peer's token
+        self._routes: dict[str, Route] = {}  # by the peer's token
         self._pairs = itertools.count(1)  # numbers of pairs of connections
         self._lock = threading.Lock()
         self._closing = Event()
@@ -153,11 +129,10 @@ class DirectTransport(Transport):
     def start(
         self, serve: Serve, find: Callable[[int], Member | None], secret: bytes = b""
     ) -> None:
-        self._find = find
         self._secret = secret
         self._threads.start()
         self._watchdog.start()
-        self._fallback.start(serve, self._find_for_fallback, secret)
+        self._unconnected.start(serve, find, secret)
         self._server.start(secret, serve, self._silence.add, self._fallback.send_reply)
 
     def call(self, peer: Member, frame: Frame) -> Pending:
@@ -171,13 +146,13 @@ class DirectTransport(Transport):
             call = connection.call(frame)
             if call is not None:
                 return call
-        return self._call_by_fallback(route.peer, frame, route.reason)
+        return self._unconnected.call(route.peer, frame, route.reason)
 
     def on_interrupted_call(self) -> None:
         self._watchdog.wake()  # its maintenance reads what nothing waits for
 
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
-        return self._fallback.expect_reply(call_id, _for_fallback(peer))
+        return self._fallback.expect_reply(call_id, for_fallback(peer))
 
     def send_reply(self, request: Frame, reply: Frame) -> None:
         self._fallback.send_reply(request, reply)
@@ -188,10 +163,10 @@ class DirectTransport(Transport):
         if route is not None and route.connection is not None:
             _end(route.connection, error)
         self._server.expel(peer.token)
-        self._fallback.on_peer_lost(_for_fallback(peer), error)
+        self._fallback.on_peer_lost(for_fallback(peer), error)
 
     def kill(self, peer: Member) -> None:
-        self._fallback.kill(_for_fallback(peer))
+        self._fallback.kill(for_fallback(peer))
 
     def sent_bytes(self) -> dict[str, int]:
         return {**self._traffic.total(), **self._fallback.sent_bytes()}
@@ -219,7 +194,7 @@ class DirectTransport(Transport):
 
     # -- routes -------------------------------------------------------------------------------
 
-    def _open_route(self, peer: Member) -> _Route:
+    def _open_route(self, peer: Member) -> Route:
         with self._lock:
             route = self._routes.get(peer.token)
             if route is None:
@@ -229,19 +204,19 @@ class DirectTransport(Transport):
                     route.connection.open()
             return route
 
-    def _new_route(self, peer: Member) -> _Route:
+    def _new_route(self, peer: Member) -> Route:
         to = peer.address
         if not isinstance(to, DirectAddress):
             reason = "it accepts no connections: its setting transport is not direct or auto"
             self._log_fallback(peer, reason)
-            return _Route(peer, None, False, reason)
+            return Route(peer, None, False, reason)
         is_near = self._is_near(to)
         reason = "" if is_near else self._why_out_of_reach(to)
         if reason:
             self._log_fallback(peer, reason)
-            return _Route(_for_fallback(peer), None, False, reason)
+            return Route(for_fallback(peer), None, False, reason)
         connection = self._new_connection(peer, next(self._pairs), None)
-        return _Route(_for_fallback(peer), connection, is_near)
+        return Route(for_fallback(peer), connection, is_near)
 
     def _new_connection(
         self, peer: Member, pair: int, connected: socket.socket | None, is_bulk: bool = False
@@ -284,44 +259,6 @@ class DirectTransport(Transport):
         for connection in self._connections():
             connection.trim()
 
-    # -- the fallback -------------------------------------------------------------------------
-
-    def _find_for_fallback(self, worker_id: int) -> Member | None:
-        member = self._find(worker_id)
-        return None if member is None else _for_fallback(member)
-
-    def _call_by_fallback(self, peer: Member, frame: Frame, reason: str) -> Pending:
-        if not self._only or frame.objects is not None:
-            return self._fallback.call(peer, frame)
-        frame.pending = pending = PendingReply()
-        self._threads.submit(lambda: self._refuse(peer, pending, reason))
-        return pending
-
-    def _refuse(self, peer: Member, pending: PendingReply, reason: str) -> None:
-        error: CallError = CallError(
-            f"RPC worker {peer.name!r} on node {peer.node} cannot be called directly: {reason}. "
-            "The setting transport is direct; with auto, such calls go by the "
-            f"{self._fallback.name} transport."
-        )
-        if self._wait_loss(peer):
-            error = WorkerDiedError(peer.name, reason, peer.node)
-        pending.complete(Error(error))
-
-    def _wait_loss(self, peer: Member, pid: int | None = None) -> bool:
-        """Wait for the loss of a peer; return False if it is not known after a while.
-
-        Args:
-            peer: the directory reports its loss.
-            pid: of its process, if this is known on this node: the end of the process is a loss.
-        """
-        deadline = Deadline(LOSS_SECONDS)
-        while not deadline.expired:
-            now = self._find(peer.id)
-            if now is None or now.token != peer.token or (pid and has_ended(pid)):
-                return True
-            time.sleep(0.01)
-        return False
-
     def _log_fallback(self, peer: Member, reason: str) -> None:
         how = "fail" if self._only else f"go by the {self._fallback.name} transport"
         logger.info("calls to %s %s: %s", peer.name, how, reason)
@@ -357,7 +294,7 @@ class DirectTransport(Transport):
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
         """Send a request, of which its connection sent no byte, by the fallback."""
-        return self._call_by_fallback(_for_fallback(peer), frame, reason)
+        return self._unconnected.call(for_fallback(peer), frame, reason)
 
     def expect_large(self, connection: CallerConnection, call_id: int) -> Pending | Error:
         """Return where a large reply will be that a connection has announced, or why it is lost."""
@@ -367,7 +304,7 @@ class DirectTransport(Transport):
                 return expected
             before, bulk = bulk, self._bulk_of(connection)
             if bulk is None or bulk is before:
-                return Error(self._lost(connection.peer, "that for large messages was cut"))
+                return Error(cut_error(connection.peer, "that for large messages was cut"))
 
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
         """Use the fallback from now on; fail the calls that were sent on the connection.
@@ -394,7 +331,7 @@ class DirectTransport(Transport):
         elif current.bulk is connection:
             current.break_off(reason)  # the two are lost together
 
-    def _reopen(self, broken: CallerConnection, route: _Route) -> None:
+    def _reopen(self, broken: CallerConnection, route: Route) -> None:
         """Connect to a peer again, until this succeeds or the peer is lost."""
         pause = REOPEN_SECONDS
         while not self._closing.wait(pause):
@@ -437,35 +374,16 @@ class DirectTransport(Transport):
             call.set(self.expect_large(first, call.id))
 
     def _fail_calls(self, connection: CallerConnection, reason: str) -> None:
-        peer = connection.peer
-        error: CallError = self._lost(peer, reason)
-        if self._wait_loss(peer, connection.peer_pid):
-            time.sleep(LOSS_SECONDS)  # ``on_peer_lost`` follows, with the cause
-            error = WorkerDiedError(peer.name, reason, peer.node)
+        error = self._unconnected.wait_error(connection.peer, connection.peer_pid, reason)
         connection.fail(error)
         if connection.bulk is not None:
             connection.bulk.end(error, READ_SECONDS)
-
-    @staticmethod
-    def _lost(peer: Member, reason: str) -> CallLostError:
-        return CallLostError(
-            f"The connection to RPC worker {peer.name!r} on node {peer.node} was cut during a "
-            f"call: whether the function ran is not known ({reason}). Call again if it may run "
-            "twice."
-        )
 
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
         self._server.close_after_fork()
         for connection in self._connections():
             connection.close_after_fork()
-
-
-def _for_fallback(peer: Member) -> Member:
-    """Return a member with its address on the fallback."""
-    if isinstance(peer.address, DirectAddress):
-        return replace(peer, address=peer.address.fallback)
-    return peer
 
 
 def _end(connection: CallerConnection, error: BaseException) -> None:

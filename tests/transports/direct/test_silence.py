@@ -11,7 +11,7 @@ from conftest import eventually
 from direct_workers import WAIT_SECONDS, groups
 
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.direct import silence, transport
+from rayrpc._transports.direct import silence, transport, unconnected_calls
 from rayrpc._transports.direct.silence import SilenceWatch, keep_alive, silent_seconds
 from rayrpc.errors import CallLostError, WorkerDiedError
 
@@ -21,7 +21,7 @@ FAR = ({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
 @pytest.fixture
 def group(monkeypatch):
     """Make workers; connections are made again at once, and checked ten times a second."""
-    monkeypatch.setattr(transport, "LOSS_SECONDS", 0.2)
+    monkeypatch.setattr(unconnected_calls, "LOSS_SECONDS", 0.2)
     monkeypatch.setattr(transport, "REOPEN_SECONDS", 0.1)
     monkeypatch.setattr(silence, "CHECKS", 100)
     with groups() as make:

@@ -19,6 +19,7 @@ from rayrpc._transports.direct import (
     server_connection,
     stream,
     transport,
+    unconnected_calls,
 )
 from rayrpc.errors import CallError, CallLostError, WorkerDiedError
 
@@ -240,7 +241,7 @@ def test_where_only_connections_may_be_used_other_calls_fail_after_a_while(is_lo
         with pytest.raises(CallError, match="w1" if is_lost else text) as raised:
             caller.call(callee).wait(WAIT_SECONDS)
         assert isinstance(raised.value, WorkerDiedError) == is_lost
-        assert is_lost or time.monotonic() >= transport.LOSS_SECONDS
+        assert is_lost or time.monotonic() >= unconnected_calls.LOSS_SECONDS
         assert callee.served == 0
 
 
