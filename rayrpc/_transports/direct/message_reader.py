@@ -21,7 +21,7 @@ from rayrpc._transports.direct.wire import (
     unpack_frame,
 )
 
-__all__ = ["CAPACITY", "RECEIVE_BYTES", "MessageReader"]
+__all__ = ["CAPACITY", "MessageReader", "RECEIVE_BYTES"]
 
 
 # Size of a connection's receive buffer; larger messages are received into memory of their own.
