@@ -12,6 +12,7 @@ The files, in the order in which a call meets them:
 - ``stream``: one end of a connection, of the caller or the callee: frames in and out;
 - ``shared_memory`` and ``mapped_segments``: segments for large buffers, between processes of one
   node: the sender's half, and the receiver's;
+- ``descriptors``: hands those of segments over;
 - ``wire`` and ``message_reader``: the format of messages, and their reader;
 - ``received_memory``: of large buffers from other nodes;
 - ``send_queue``: writes messages in batches, without blocking the sender for long;
@@ -19,7 +20,7 @@ The files, in the order in which a call meets them:
 - ``traffic``: counts the bytes that connections send;
 - ``silence``: closes connections to hosts that do not answer;
 - ``tls``: encrypts connections between nodes;
-- ``peer_process``: the process at the other end of a UNIX socket;
+- ``peer_process``: the process at the other end of a UNIX socket: its id, what it has read;
 - ``listening``: where the callee listens for other nodes, and the address that it announces;
 - ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
 - ``idle_connections``: wait, there, without a thread each until something arrives;

@@ -1,14 +1,16 @@
-"""The process at the other end of a UNIX socket: its id, and whether it has ended."""
+"""The process at the other end of a UNIX socket: its id, what it has read, whether it has ended."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 
 import psutil
 
-__all__ = ["has_ended", "pid_of_peer"]
+__all__ = ["has_ended", "has_unread", "pid_of_peer"]
 
 _CREDENTIALS = struct.Struct("3i")  # Linux's struct ucred: process, user, group
 
@@ -25,6 +27,16 @@ def pid_of_peer(connection: socket.socket) -> int | None:
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid: int = _CREDENTIALS.unpack(data)[0]
     return pid or None
+
+
+def has_unread(connection: socket.socket) -> bool:
+    """Tell whether the peer has not read all that was written; only of UNIX sockets."""
+    count = bytearray(4)
+    try:
+        fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+    except (OSError, ValueError):
+        return False  # it was closed
+    return any(count)
 
 
 def has_ended(pid: int) -> bool:

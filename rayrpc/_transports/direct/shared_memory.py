@@ -22,8 +22,6 @@ import io
 import itertools
 import mmap
 import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +40,6 @@ __all__ = [
     "make_private",
     "map_memory",
     "offsets",
-    "receive_descriptor",
-    "send_descriptor",
     "slices",
 ]
 
@@ -192,27 +188,6 @@ if hasattr(_libc, "mremap"):
         ctypes.c_void_p,
     ]
 _FAILED = ctypes.c_void_p(-1).value
-
-
-def send_descriptor(connection: socket.socket, data: bytes, descriptor: int) -> None:
-    """Send a descriptor along with a packet; OSError if that would block."""
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))
-    connection.sendmsg([data], [rights], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-
-def receive_descriptor(connection: socket.socket, size: int, flags: int = 0) -> tuple[bytes, int]:
-    """Return the next packet and its descriptor.
-
-    Raises:
-        BlockingIOError: no packet has arrived.
-        OSError: the peer closed the connection, or sent no descriptor.
-    """
-    flags |= socket.MSG_CMSG_CLOEXEC
-    data, extra, _, _ = connection.recvmsg(size, socket.CMSG_SPACE(struct.calcsize("i")), flags)
-    for level, kind, rights in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            return data, struct.unpack("i", rights)[0]
-    raise OSError("the packet has no descriptor" if data else "the peer closed it")
 
 
 class Segment:

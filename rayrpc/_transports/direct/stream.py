@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import socket
 import struct
 import sys
-import termios
 import threading
 import time
 from collections.abc import Callable
@@ -17,18 +14,17 @@ from collections.abc import Callable
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, FrameError, SharedForks, flat
-from rayrpc._transports.direct.mapped_segments import MappedSegments
-from rayrpc._transports.direct.message_reader import MessageReader
-from rayrpc._transports.direct.received_memory import ReceivedMemory
-from rayrpc._transports.direct.send_queue import SendQueue
-from rayrpc._transports.direct.shared_memory import (
-    SegmentPool,
-    copied,
-    is_supported,
-    offsets,
+from rayrpc._transports.direct.descriptors import (
     receive_descriptor,
+    receive_socket,
     send_descriptor,
 )
+from rayrpc._transports.direct.mapped_segments import MappedSegments
+from rayrpc._transports.direct.message_reader import MessageReader
+from rayrpc._transports.direct.peer_process import has_unread
+from rayrpc._transports.direct.received_memory import ReceivedMemory
+from rayrpc._transports.direct.send_queue import SendQueue
+from rayrpc._transports.direct.shared_memory import SegmentPool, copied, is_supported, offsets
 from rayrpc._transports.direct.traffic import Traffic
 from rayrpc._transports.direct.wire import (
     DISCARDED,
@@ -44,6 +40,8 @@ from rayrpc._transports.direct.wire import (
 __all__ = ["Stream"]
 
 logger = logging.getLogger(__name__)
+
+_SEGMENT = struct.Struct("<QQ")  # number and capacity of a segment, beside its descriptor
 
 # The buffers of a message are shared, where that is possible, from this many bytes in all.
 SHARED_BYTES = 64 << 10
@@ -162,7 +160,7 @@ class Stream:
         """
         reader = self._reader
         if self._descriptors is None and self._pool is not None:
-            self._descriptors = self._receive_descriptor_socket()
+            self._descriptors = receive_socket(self._connection)
         if self.has_unread:
             self.flush()
             if not (reader.wait(UNREAD_SECONDS) and self.wait_until_read(UNREAD_SECONDS)):
@@ -317,7 +315,7 @@ class Stream:
             if not self._send_queue.wait_shorter(self._max_unread // 2, deadline.within(seconds)):
                 return False
             with self._unread_lock:
-                if self._send_queue.pending_bytes == 0 and not _has_unread(self._connection):
+                if self._send_queue.pending_bytes == 0 and not has_unread(self._connection):
                     self._shared_bytes = 0
                     return True
             if self._shared_bytes:
@@ -365,20 +363,6 @@ class Stream:
                 return False
         return True
 
-    def _receive_descriptor_socket(self) -> socket.socket:
-        """Receive the socket for descriptors, which precedes the first message."""
-        try:
-            _, descriptor = receive_descriptor(self._connection, 1)
-        except BlockingIOError:
-            raise TimeoutError from None
-        except (OSError, struct.error) as exc:
-            raise EOFError(str(exc)) from None
-        try:
-            return socket.socket(fileno=descriptor)
-        except OSError as exc:
-            os.close(descriptor)
-            raise FrameError(f"it began with a descriptor that is no socket: {exc}") from None
-
     def _send_segment(self, number: int, capacity: int, descriptor: int) -> None:
         if self._descriptors is None:
             raise OSError("the socket for descriptors has not arrived yet")
@@ -411,16 +395,3 @@ def _kept(frame: Frame, views: list[memoryview]) -> list[memoryview]:
     """Have a frame keep copies of its buffers; return them."""
     frame.buffers, frame.is_stable = [copied(view) for view in views], True
     return frame.buffers
-
-
-def _has_unread(connection: socket.socket) -> bool:
-    """Tell whether the peer has not read all that was written; only of UNIX sockets."""
-    count = bytearray(4)
-    try:
-        fcntl.ioctl(connection, termios.TIOCOUTQ, count)
-    except (OSError, ValueError):
-        return False  # it was closed
-    return any(count)
-
-
-_SEGMENT = struct.Struct("<QQ")

@@ -16,6 +16,7 @@ from interrupting import strikes
 
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.messages import Frame, Kind
+from rayrpc._transports.direct import descriptors as descriptors_module
 from rayrpc._transports.direct import message_reader, shared_memory, wire
 from rayrpc._transports.direct import stream as stream_module
 from rayrpc._transports.direct.shared_memory import Segment, SegmentPool, offsets
@@ -374,7 +375,7 @@ class TestTheEnd:
 
     def test_an_interrupt_while_a_notice_is_read_keeps_no_segment_in_use(self, ends):
         near, far = ends
-        modules = (shared_memory, stream_module, message_reader, wire)
+        modules = (descriptors_module, shared_memory, stream_module, message_reader, wire)
         files = [module.__file__ for module in modules]
         for strike in strikes(files, finalizers=False):
             message = pass_message(near, far, [bytes(LARGE)])
