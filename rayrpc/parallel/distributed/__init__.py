@@ -9,6 +9,8 @@ them:
 3. ``registry``: holds this process's values and services, and finds those of others...
 4. ``lookup``: ... in one table, in the process of the lowest rank.
 
+``barrier`` has members wait for one another, in the same process.
+
 ``collective_group`` has ``CollectiveGroup``, which is on torch's process groups alone.
 
 Invariants:

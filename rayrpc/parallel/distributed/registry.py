@@ -14,7 +14,7 @@ from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc.parallel.distributed import lookup
 
-__all__ = ["Kind", "SERVICE", "VALUE", "call_service", "get_value"]
+__all__ = ["Kind", "SERVICE", "VALUE", "call_service", "clear", "get_value"]
 
 
 class Kind:
@@ -123,3 +123,9 @@ def call_service(
 ) -> Any:
     """Call a service; called in the process that holds it."""
     return SERVICE.get(group, key)(*args, **(kwargs or {}))
+
+
+def clear() -> None:
+    """Forget the values and services of this process."""
+    VALUE.clear()
+    SERVICE.clear()

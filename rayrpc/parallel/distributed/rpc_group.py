@@ -11,11 +11,11 @@ from torch.futures import Future
 from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc.options import UNSET_RPC_TIMEOUT
-from rayrpc.parallel.distributed import lookup
+from rayrpc.parallel.distributed.barrier import wait_for_members
 from rayrpc.parallel.distributed.registry import SERVICE, VALUE, call_service, get_value
 from rayrpc.rref_proxy import RRef
 
-__all__ = ["RpcGroup", "clear_groups", "groups", "wait_for_members"]
+__all__ = ["RpcGroup", "groups"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -333,7 +333,7 @@ class RpcGroup:
 
         Source: ``machin.parallel.distributed.RpcGroup.barrier``.
         """
-        wait_for_members(self, "barrier")
+        wait_for_members(self.group_name, self.group_members, "barrier")
 
     @_for_members
     def destroy(self) -> None:
@@ -394,35 +394,3 @@ class RpcGroup:
 
     def __reduce__(self) -> Any:
         return RpcGroup, (self.group_name, self.group_members, False)
-
-
-def wait_for_members(group: RpcGroup, purpose: str) -> None:
-    """Wait until all members of a group wait for one another, for the same purpose.
-
-    Raises:
-        WorkerDiedError: a member died.
-    """
-    barrier, owner = (purpose, group.group_name), lookup.owner()
-    args = (barrier, lookup.this_process(), tuple(group.group_members))
-    future = api.rpc_async(owner, lookup.enter_barrier, args=args, timeout=0)
-    agent = current.get_agent()
-    future.add_done_callback(lambda _: agent.notify())
-    for member in group.group_members:
-        agent.lookup(member)
-
-    def missing() -> list[str]:
-        present = {member.name for member in agent.members()}
-        return [name for name in group.group_members if name not in present]
-
-    agent.wait_until(lambda: future.done() or missing(), None)
-    if not future.done():
-        api.rpc_sync(owner, lookup.leave_barrier, args=(barrier, lookup.this_process()))
-        api.rpc_sync(missing()[0], lookup.this_process)  # raises why the member is missing
-    future.wait()
-
-
-def clear_groups() -> None:
-    """Forget all groups, and the values and services of this process: its world has ended."""
-    groups.clear()
-    VALUE.clear()
-    SERVICE.clear()

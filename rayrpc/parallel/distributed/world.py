@@ -13,9 +13,10 @@ from rayrpc import api
 from rayrpc._runtime import current
 from rayrpc.errors import RpcError
 from rayrpc.options import TensorPipeRpcBackendOptions
-from rayrpc.parallel.distributed import lookup, rpc_group
+from rayrpc.parallel.distributed import lookup, registry
+from rayrpc.parallel.distributed.barrier import wait_for_members
 from rayrpc.parallel.distributed.collective_group import CollectiveGroup
-from rayrpc.parallel.distributed.rpc_group import RpcGroup
+from rayrpc.parallel.distributed.rpc_group import RpcGroup, groups
 
 __all__ = ["World", "get_cur_name", "get_cur_rank", "get_world", "is_world_initialized"]
 
@@ -74,7 +75,7 @@ class World:
         self.rank_name_map = {info.id: info.name for info in infos}
         self.lut_manager = lookup.choose_owner()
         self.rpc_timeout = rpc_timeout
-        self.groups = rpc_group.groups
+        self.groups = groups
         self.started = True
         self._owns_dist, self._owns_rpc = init_dist, init_rpc
         if init_dist:
@@ -120,7 +121,8 @@ class World:
         finally:
             if self._owns_dist and dist.is_initialized():
                 dist.destroy_process_group()
-            rpc_group.clear_groups()
+            self.groups.clear()
+            registry.clear()
             _world = None
 
     def create_collective_group(
@@ -167,7 +169,7 @@ class World:
             raise RuntimeError(f"process {self.name!r} has a group {group_name!r} already")
         group = self.groups[group_name] = RpcGroup(group_name, members)
         try:
-            rpc_group.wait_for_members(group, "create")
+            wait_for_members(group_name, group.group_members, "create")
         except BaseException:
             del self.groups[group_name]
             raise
