@@ -11,7 +11,8 @@ them:
 
 ``barrier`` has members wait for one another, in the same process.
 
-``collective_group`` has ``CollectiveGroup``, which is on torch's process groups alone.
+``collective_group`` has ``CollectiveGroup``, which is on torch's process groups alone; ``pending``
+has its operations that are under way.
 
 Invariants:
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["CollectiveGroup", "Pending"]
+from rayrpc.parallel.distributed.pending import Handle, Pending, then
 
-T = TypeVar("T")
+__all__ = ["CollectiveGroup"]
+
 SUM = dist.ReduceOp.SUM
 
 # How the tensors of one process are reduced, before those of all processes.
@@ -21,31 +22,6 @@ _LOCAL_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.MIN: lambda one, other: torch.minimum(one, other, out=one),
     dist.ReduceOp.MAX: lambda one, other: torch.maximum(one, other, out=one),
 }
-
-
-class Pending(Generic[T]):
-    """Wait for an operation, then finish it once.
-
-    Args:
-        finish (Callable): waits, and returns the result of ``wait``.
-    """
-
-    def __init__(self, finish: Callable[[], T]) -> None:
-        self._finish = finish
-        self._result: list[T] = []
-
-    def wait(self) -> T:
-        """Wait for the operation.
-
-        Returns:
-            Its result, the same each time.
-        """
-        if not self._result:
-            self._result.append(self._finish())
-        return self._result[0]
-
-
-Handle: TypeAlias = "dist.Work | Pending[None]"
 
 
 class CollectiveGroup:
@@ -285,7 +261,7 @@ class CollectiveGroup:
         """
         first = tensor_list[src_tensor]
         work = self.broadcast(first, src, async_op)
-        return _then(work, lambda: _copy_to_all(first, tensor_list))
+        return then(work, lambda: _copy_to_all(first, tensor_list))
 
     def all_reduce_multigpu(
         self, tensor_list: list[Tensor], op: Any = SUM, async_op: bool = False
@@ -307,7 +283,7 @@ class CollectiveGroup:
         """
         first = _reduce_locally(tensor_list, op)
         work = self.all_reduce(first, op, async_op)
-        return _then(work, lambda: _copy_to_all(first, tensor_list))
+        return then(work, lambda: _copy_to_all(first, tensor_list))
 
     def reduce_multigpu(
         self,
@@ -366,7 +342,7 @@ class CollectiveGroup:
                 for output, value in zip(outputs, values, strict=True):
                     output.copy_(value)
 
-        return _then(work, copy_to_outputs)
+        return then(work, copy_to_outputs)
 
     # -- the group ----------------------------------------------------------------------------
 
@@ -389,19 +365,6 @@ class CollectiveGroup:
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("a CollectiveGroup cannot be sent: create it in each process")
-
-
-def _then(work: Handle | None, finish: Callable[[], None]) -> Handle | None:
-    """Finish an operation that is done, or when its handle is waited for."""
-    if work is None:
-        finish()
-        return None
-
-    def run() -> None:
-        work.wait()
-        finish()
-
-    return Pending(run)
 
 
 def _reduce_locally(tensors: Sequence[Tensor], op: Any, index: int = 0) -> Tensor:
