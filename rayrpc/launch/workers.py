@@ -26,22 +26,12 @@ from rayrpc.launch.detached import reservation_name
 from rayrpc.launch.hosted import HostedWorker
 from rayrpc.launch.lifetime import Lifetime
 from rayrpc.launch.output import Output
-from rayrpc.launch.placement import (
-    check_placeable,
-    placed_options,
-    release_placement,
-)
+from rayrpc.launch.placement import check_placeable, placed_options, release_placement
 from rayrpc.launch.program import Program
 from rayrpc.launch.restarts import Restarts, begin_to_serve
 from rayrpc.launch.starting import end_hosted, send_folder, start_hosted
 
-__all__ = [
-    "WorkerGroup",
-    "start_beside",
-    "start_into",
-    "start_with",
-    "wanted_by",
-]
+__all__ = ["WorkerGroup", "start_beside", "start_into", "start_with", "wanted_by"]
 
 FOR_THIS_PROCESS = Lifetime()
 # How long workers that are replaced may take to leave their group.
