@@ -2,6 +2,7 @@
 
 - ``tasks``: ``start_task``, behind ``fork``: a worker is chosen, the task packed and sent, run,
   and its result unpacked into the user's Future, with a graph that leads back to the worker.
+- ``module_copies``: the modules of tasks on workers, sent again when they were changed.
 - ``awaitable``: ``Await``, a value that is computed once, by the thread that first needs it.
 - ``lazy``: ``LazyRemote``, the ``Await`` of an RRef's value, fetched from its owner.
 

@@ -1,4 +1,4 @@
-"""Tasks without a worker: which worker is chosen, how a task is packed, what changes a module."""
+"""Tasks without a worker: which worker is chosen, how a task is packed."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ from torch import nn
 from torch.futures import Future
 
 from rayrpc._jit import tasks
+from rayrpc._jit.module_copies import ModuleCopies
 from rayrpc._jit.tasks import WORKER_PREFIX, _DoneFuture, _ModuleCopy, _TensorSlot
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Invocation
@@ -35,7 +36,7 @@ class FakeAgent:
         monkeypatch.setattr(current, "get_agent", lambda: self)
         monkeypatch.setattr(current, "is_set", lambda: True)
         monkeypatch.setattr(tasks, "_workers", tasks._Workers())
-        monkeypatch.setattr(tasks, "_copies", tasks._ModuleCopies())
+        monkeypatch.setattr(tasks, "_copies", ModuleCopies())
         monkeypatch.setattr(tasks, "RRef", LocalRRef)
         monkeypatch.setattr(tasks, "call_without_context", self.call)
         monkeypatch.setattr(tasks, "start_without_context", self.start)
@@ -158,45 +159,6 @@ class TestPacking:
         assert isinstance(one, _DoneFuture) and one.future().wait() == 3
         with pytest.raises(KeyError, match="why"):
             other.future().wait()
-
-
-class TestModuleCopies:
-    def test_a_module_is_sent_to_each_worker_once(self, agent):
-        module = nn.Linear(3, 2)
-        rrefs = {tasks._copies.at(name, module) for name in ("fork-0", "fork-1") * 2}
-        assert len(rrefs) == 2 and [worker for worker, _ in agent.calls] == ["fork-0", "fork-1"]
-
-    def test_a_changed_module_is_sent_again(self, agent):
-        module = nn.Linear(3, 2)
-        first = tasks._copies.at("fork-0", module)
-        module.weight.data.mul_(2)
-        assert tasks._copies.at("fork-0", module) is not first
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda m: m[0].weight.data.add_(1),
-            lambda m: m[0].weight.requires_grad_(False),
-            lambda m: m[1].running_mean.add_(1),
-            lambda m: m.eval(),
-            lambda m: setattr(m[0], "scale", 2.0),
-            lambda m: m.append(nn.ReLU()),
-        ],
-    )
-    def test_a_fingerprint_shows_every_change(self, change):
-        module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        before = tasks._fingerprint(module)
-        assert tasks._fingerprint(module) == before
-        change(module)
-        assert tasks._fingerprint(module) != before
-
-    @pytest.mark.parametrize(
-        "tensor",
-        [torch.rand(3, 2), torch.rand(5).half(), torch.empty(0), torch.rand(4, 2).t()],
-        ids=["floats", "halves", "empty", "strided"],
-    )
-    def test_a_checksum_is_that_of_the_same_bytes(self, tensor):
-        assert tasks._checksum(tensor) == tasks._checksum(tensor)
 
 
 class TestTasks:
