@@ -14,7 +14,7 @@ from interrupting import interrupted
 
 import rayrpc as rpc
 from rayrpc import autograd
-from rayrpc._autograd import accumulate, hook, participant, whole_run
+from rayrpc._autograd import accumulate, hook, part_calls, participant, whole_run
 from rayrpc._concurrency import waiting
 
 
@@ -459,7 +459,7 @@ def fail_later(x):
 
 def begin_after_the_end(context_id):
     context = hook.contexts_of().find_context(context_id)
-    participant.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
+    part_calls.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
     part = participant.begin_part(
         context_id, 99, {number: [0] for number in context.sends}, False, 0, {}
     )
