@@ -82,7 +82,6 @@ class DirectTransport(Transport):
     ) -> None:
         self._fallback = fallback
         self._token = token
-        self._only = only
         self._tls = tls
         self._near_only = near_only
         self._node_id = fallback.node_id
@@ -260,8 +259,7 @@ class DirectTransport(Transport):
             connection.trim()
 
     def _log_fallback(self, peer: Member, reason: str) -> None:
-        how = "fail" if self._only else f"go by the {self._fallback.name} transport"
-        logger.info("calls to %s %s: %s", peer.name, how, reason)
+        logger.info("calls to %s %s: %s", peer.name, self._unconnected.handling, reason)
 
     # -- the owner of connections (ConnectionOwner) -------------------------------------------
 

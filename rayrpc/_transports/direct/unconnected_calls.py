@@ -36,6 +36,11 @@ class UnconnectedCalls:
         self._only = only
         self._find: Callable[[int], Member | None] = lambda _: None
 
+    @property
+    def handling(self) -> str:
+        """How they are handled, for messages."""
+        return "fail" if self._only else f"go by the {self._transport.name} transport"
+
     def start(self, serve: Serve, find: Callable[[int], Member | None], secret: bytes) -> None:
         """Start the transport; see ``Transport.start``."""
         self._find = find

@@ -288,7 +288,8 @@ class TestDirect:
                 call()
             assert not isinstance(got.value, errors.WorkerDiedError)
         assert len(reasons("carol")) == 1
-        monkeypatch.setattr(rpc._get_current_rpc_agent()._transport, "_only", False)
+        unconnected = rpc._get_current_rpc_agent()._transport._unconnected
+        monkeypatch.setattr(unconnected, "_only", False)
         assert count_of("carol") == 0
 
     def test_calls_pending_on_a_killed_worker_fail_at_once(self):
