@@ -461,7 +461,7 @@ def begin_after_the_end(context_id):
     context = hook.contexts_of().find_context(context_id)
     part_calls.abort_part(context_id, 99, rpc.errors.RpcError("failed elsewhere"))
     part = participant.begin_part(
-        context_id, 99, {number: [0] for number in context.sends}, False, 0, {}
+        context_id, 99, {number: [0] for number in context.messages.sent()}, False, 0, {}
     )
     with pytest.raises(RuntimeError, match="failed elsewhere"):
         part.wait()

@@ -11,8 +11,8 @@ A call in a context meets, in this order:
 - ``current_context``: the context that a thread is in, and calls and callbacks in one, or in none.
 - ``functions``: a ``Recorder`` collects the tensors of the message that is encoded, for the
   message's send function; the receiver attaches them to a receive function.
-- ``context``: ``DistAutogradContext``, one worker's share of a context: these functions, and
-  gradients.
+- ``context``: ``DistAutogradContext``, one worker's share of a context: its messages with these
+  functions (``context_messages``), its parts of passes (``passes``), and gradients.
 
 A backward pass then meets:
 

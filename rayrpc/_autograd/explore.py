@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rayrpc._autograd.context import DistAutogradContext, TensorKey
+from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.context_messages import TensorKey
 from rayrpc._autograd.current_context import call_without_context
 from rayrpc._autograd.graph import Entry
 from rayrpc._autograd.hook import serving_contexts
@@ -25,7 +26,8 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
     """
     agent = context.home.agent
     found: dict[int, dict[int, set[int]]] = {}
-    todo = context.dependencies_of(root)
+    messages = context.messages
+    todo = messages.dependencies_of(root)
     while todo:
         replies = []
         new: dict[int, list[tuple[int, int]]] = {}
@@ -39,7 +41,7 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
         for worker, sent in new.items():
             unknown = []
             for each in sent:
-                if (direct := context.dependencies.get((worker, *each))) is None:
+                if (direct := messages.known_dependencies((worker, *each))) is None:
                     unknown.append(each)
                 else:
                     todo += direct
@@ -63,8 +65,9 @@ def _dependencies(context_id: int, tensors: list[tuple[int, int]]) -> list[Tenso
 def _dependencies_in(
     context: DistAutogradContext, tensors: list[tuple[int, int]]
 ) -> list[TensorKey]:
+    messages = context.messages
     return [
         key
         for message_id, slot in tensors
-        for key in context.dependencies_of(context.entry(message_id, [slot]))
+        for key in messages.dependencies_of(messages.entry(message_id, [slot]))
     ]

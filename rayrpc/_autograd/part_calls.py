@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from rayrpc._autograd.context import Gradients
 from rayrpc._autograd.hook import serving_contexts
+from rayrpc._autograd.passes import Gradients
 from rayrpc.errors import RpcError
 
 __all__ = [
@@ -51,7 +51,7 @@ def propagate(
 ) -> Future[Reply]:
     """Process gradients for this worker's part; see ``Participant._send_gradients``."""
     contexts = serving_contexts()
-    part = contexts.find_context(context_id).find_pass(pass_id, gradients)
+    part = contexts.find_context(context_id).passes.find(pass_id, gradients)
     if part is not None:
         reply: Future[Reply] = part.process_request(gradients, source)
         return reply
@@ -68,9 +68,5 @@ def abort_part(context_id: int, pass_id: int, error: RpcError) -> None:
         error: the error that ends the part.
     """
     context = serving_contexts().get(context_id)
-    if context is None:
-        return
-    context.aborted[pass_id] = error  # begin_part may come later
-    part = context.passes.get(pass_id)
-    if part is not None:
-        part.fail(error)
+    if context is not None:
+        context.passes.abort(pass_id, error)

@@ -50,7 +50,7 @@ from torch.futures import Future
 
 from rayrpc._autograd import graph
 from rayrpc._autograd.accumulate import LeafGradients
-from rayrpc._autograd.context import DistAutogradContext, Gradients
+from rayrpc._autograd.context import DistAutogradContext
 from rayrpc._autograd.current_context import call_without_context
 from rayrpc._autograd.graph import Entry, GradGraph
 from rayrpc._autograd.hook import serving_contexts
@@ -64,6 +64,7 @@ from rayrpc._autograd.part_calls import (
     propagate,
     returns_future,
 )
+from rayrpc._autograd.passes import Gradients
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
@@ -112,10 +113,7 @@ class Participant:
 
     def begin(self, gradients: Gradients, source: int | None = None) -> Gradients:
         """Register the part, and process its first gradients; see ``process_gradients``."""
-        early = self._context.add_pass(self.id, self)
-        error = self._context.aborted.get(self.id)
-        if error is not None:
-            self.fail(error)
+        early = self._context.passes.add(self.id, self)
         return self.process_gradients({**early, **gradients}, source)
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
@@ -204,7 +202,7 @@ class Participant:
 
     def _noted(self, message_id: int) -> AbstractContextManager[None]:
         """Return the context of the wait for the gradients of a message."""
-        to = self._context.sends[message_id].to
+        to = self._context.messages.receiver_of(message_id)
         return self._agent.waits.noted(BACKWARD, lambda: names_of(self._agent, [to]))
 
     def _leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -299,8 +297,8 @@ class Participant:
         return self.future
 
     def _needs_only_leader(self) -> bool:
-        sends = self._context.sends
-        return all(sends[number].to == self._leader for number in self._graph.missing())
+        receiver_of = self._context.messages.receiver_of
+        return all(receiver_of(number) == self._leader for number in self._graph.missing())
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -330,7 +328,7 @@ class Participant:
             if self._state in (DONE, FAILED):
                 return False
             self._state = state
-        self._context.passes.pop(self.id, None)
+        self._context.passes.remove(self.id)
         self._contexts.count_pass(-1)
         return True
 
@@ -347,7 +345,7 @@ class Participant:
 
 def names_of(agent: Agent, workers: Iterable[int]) -> list[str]:
     """Return the names of workers given by their ids, but for those that have left."""
-    members = map(agent.find, workers)
+    members = map(agent.members.find, workers)
     return [member.name for member in members if member is not None]
 
 
@@ -372,7 +370,8 @@ def begin_part(
     """
     context = serving_contexts().find_context(context_id)
     entries = {
-        message_id: context.entry(message_id, slots) for message_id, slots in messages.items()
+        message_id: context.messages.entry(message_id, slots)
+        for message_id, slots in messages.items()
     }
     part = Participant(context, pass_id, entries, retain, leader)
     return part.report_end(part.begin(gradients, leader))

@@ -24,13 +24,13 @@ def context(worker):
 
 def receive(context, message_id, sender):
     tensor, node = received(torch.ones(3), message_id=message_id, sender=sender)
-    context.receives[message_id] = node
+    context.messages.add_received(message_id, node, sender)
     return tensor
 
 
 def entry_of(context, loss):
     entry = root(loss)
-    assert all(context.receives[node.message_id] is node for node in entry.exits)
+    assert all(context.messages.received()[node.message_id] is node for node in entry.exits)
     return entry
 
 
@@ -41,12 +41,14 @@ def test_roots_without_messages_depend_on_none(context, worker):
 
 def test_known_dependencies_are_not_asked_for(context, worker):
     y = receive(context, 11, sender=1)
-    context.dependencies = {
-        (1, 11, 0): [(2, 21, 0), (2, 22, 1)],
-        (2, 21, 0): [],
-        (2, 22, 1): [(1, 11, 0), (2, 21, 2)],
-        (2, 21, 2): [],
-    }
+    context.messages.add_dependencies(
+        {
+            (1, 11, 0): [(2, 21, 0), (2, 22, 1)],
+            (2, 21, 0): [],
+            (2, 22, 1): [(1, 11, 0), (2, 21, 2)],
+            (2, 21, 2): [],
+        }
+    )
     found = explore.explore(context, entry_of(context, y.sum()))
     assert found == {1: {11: {0}}, 2: {21: {0, 2}, 22: {1}}} and worker.calls == []
 
@@ -72,8 +74,8 @@ def test_messages_of_this_worker_are_followed_here(context, worker):
     before = receive(context, 10, sender=1)
     recorder = Recorder(5, parameters=False)
     recorder.record(weight * before, None, ())
-    context.add_send_function(recorder, 1)
+    context.messages.add_sent(recorder, 1)
     y = receive(context, 11, sender=1)
-    context.dependencies = {(1, 11, 0): [(0, 5, 0)], (1, 10, 0): []}
+    context.messages.add_dependencies({(1, 11, 0): [(0, 5, 0)], (1, 10, 0): []})
     found = explore.explore(context, entry_of(context, y.sum()))
     assert found == {1: {10: {0}, 11: {0}}, 0: {5: {0}}} and worker.calls == []

@@ -32,7 +32,7 @@ def weight():
 def make(context, **sent):
     """Return a part of messages "m10" and so on: an entry, and the worker that it was sent to."""
     messages = {int(name[1:]): value for name, value in sent.items()}
-    context.sends = {number: SimpleNamespace(to=to) for number, (_, to) in messages.items()}
+    context.messages = SimpleNamespace(receiver_of=lambda number: messages[number][1])
     entries = {number: each for number, (each, _) in messages.items()}
     return Participant(context, 5, entries, False, leader=LEADER)
 
@@ -66,7 +66,7 @@ def test_a_part_that_needs_only_the_leader_says_so_each_time(worker, context, we
     assert part.report_end(part.begin({}, LEADER)).value() == ({}, NEEDS_GRADIENTS)
     assert part.process_request({10: ones()}, LEADER).value() == ({}, NEEDS_GRADIENTS)
     assert part.process_request({11: ones()}, LEADER).value() == ({}, ENDED)
-    assert worker.calls == [] and context.passes == {}
+    assert worker.calls == [] and not context.passes
 
 
 def test_a_part_that_needs_others_reports_its_end_when_it_comes(worker, context, weight):
@@ -89,7 +89,7 @@ def test_gradients_for_other_workers_are_sent_to_them(worker, context):
 
 def test_gradients_that_came_before_the_start_are_used(worker, context, weight):
     part = make(context, m10=(entry(weight), OTHER))
-    assert context.find_pass(5, {10: ones()}) is None
+    assert context.passes.find(5, {10: ones()}) is None
     assert part.report_end(part.begin({}, LEADER)).value() == ({}, ENDED)
 
 
@@ -125,7 +125,7 @@ class TestErrors:
         reply = part.report_end(part.begin({10: ones()}, LEADER))
         with pytest.raises(RpcError, match="Error on Node 1: as expected"):
             reply.value()
-        assert worker.calls == [] and worker.passes == 0 and context.passes == {}
+        assert worker.calls == [] and worker.passes == 0 and not context.passes
 
     def test_are_sent_to_the_leader_if_no_reply_is_open(self, worker, context, weight):
         part = self.failing(context, weight)
@@ -151,4 +151,4 @@ class TestErrors:
         reply = part.report_end(part.begin({}, LEADER))
         with pytest.raises(RpcError, match="failed elsewhere"):
             reply.value()
-        assert context.passes == {} and worker.passes == 0
+        assert not context.passes and worker.passes == 0
