@@ -26,13 +26,14 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from rayrpc._protocol.ids import GloballyUniqueId
 
 __all__ = [
+    "Buffer",
     "ChildAccept",
     "Control",
     "Fork",
@@ -41,6 +42,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "Kind",
+    "Meta",
     "Objects",
     "PLAIN_TYPES",
     "Payload",
@@ -49,6 +51,11 @@ __all__ = [
     "size_of",
 ]
 
+
+#: what has Python's buffer protocol: ``collections.abc.Buffer``, which only Python 3.12 brings
+Buffer = Any
+#: entries of hooks, by the hook's name
+Meta = dict[str, Any]
 
 #: types without inner objects, which any pickler takes as they are
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
@@ -135,7 +142,7 @@ class Payload(NamedTuple):
 
     Args:
         data (bytes): the pickle.
-        buffers (list): its out-of-band buffers.
+        buffers (list[Buffer]): its out-of-band buffers.
         forks (tuple[Fork, ...]): the RRefs in it that are shared.
         lent (tuple): handles of the RRefs in it that are lent; the caller keeps them alive until
             the reply arrives.
@@ -143,7 +150,7 @@ class Payload(NamedTuple):
     """
 
     data: bytes
-    buffers: list[Any]
+    buffers: list[Buffer]
     forks: tuple[Fork, ...] = ()
     lent: tuple[Any, ...] = ()
     objects: Objects | None = None
@@ -192,6 +199,8 @@ Control = ForkRequest | ForkAck | ChildAccept | UserDelete
 class Frame:
     """One message between two workers.
 
+    What its sender has said in it stays; the transport that sends it notes in it what it needs.
+
     Args:
         kind (Kind): request or reply of which kind.
         session (int): of the sender's group; a receiver in another session refuses the frame.
@@ -205,7 +214,7 @@ class Frame:
         control (tuple[Control, ...]): RRef messages.
         forks (tuple[Fork, ...]): the RRefs in the payload, which refers to them by position.
         data (bytes): the pickled payload.
-        buffers (list): out-of-band buffers of the pickle.
+        buffers (list[Buffer]): out-of-band buffers of the pickle.
         takes_slot (bool): the function counts among those that run at a time.
         objects (Objects | None): the references in the payload to objects of the cluster's store;
             ``pack`` leaves them out.
@@ -219,15 +228,16 @@ class Frame:
     session: int
     src: int
     call_id: int = 0
+    _: KW_ONLY
     rref_id: GloballyUniqueId | None = None
     fork_id: GloballyUniqueId | None = None
     is_async: bool = False
-    meta: dict[str, Any] | None = None
+    meta: Meta | None = None
     ack: int = 0
     control: tuple[Control, ...] = ()
     forks: tuple[Fork, ...] = ()
     data: bytes = b""
-    buffers: list[Any] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     takes_slot: bool = True
     objects: Objects | None = None
     is_stable: bool = field(default=False, compare=False)
@@ -243,6 +253,10 @@ class Frame:
         forks = self.unsent_forks
         if forks is not None:
             forks.begin_to_send()
+
+    def drop_payload(self) -> None:
+        """Free what a request carries, once it is decoded."""
+        self.data, self.buffers, self.objects = b"", [], None
 
     def keep_buffers(self) -> None:
         """Copy the buffers, unless they are stable."""
@@ -275,7 +289,7 @@ class Frame:
 
     @staticmethod
     def unpack(
-        head: bytes | memoryview, buffers: Sequence[Any] = (), objects: Objects | None = None
+        head: bytes | memoryview, buffers: Sequence[Buffer] = (), objects: Objects | None = None
     ) -> Frame:
         """Decode the frame that ``pack`` encoded, and add its buffers and objects.
 
@@ -308,23 +322,25 @@ class Frame:
                 session,
                 src,
                 call_id,
-                rref_id,
-                fork_id,
-                flags & _IS_ASYNC != 0,
-                meta,
-                ack,
-                control,
-                forks,
-                bytes(head[position:]),
-                list(buffers) if buffers else [],
-                not flags & _NO_SLOT,
-                objects,
+                rref_id=rref_id,
+                fork_id=fork_id,
+                is_async=flags & _IS_ASYNC != 0,
+                meta=meta,
+                ack=ack,
+                control=control,
+                forks=forks,
+                data=bytes(head[position:]),
+                buffers=list(buffers) if buffers else [],
+                takes_slot=not flags & _NO_SLOT,
+                objects=objects,
             )
         except (IndexError, struct.error) as exc:  # the kind is unknown, or the head too short
             raise FrameError(f"the header of a frame is malformed: {exc}") from None
 
 
-def _unpack_more(data: bytes | memoryview, checksum: int) -> Any:
+def _unpack_more(
+    data: bytes | memoryview, checksum: int
+) -> tuple[Meta | None, tuple[Control, ...], tuple[Fork, ...]]:
     """Unpickle hooks' entries, RRef messages and forks.
 
     Unpickling damaged bytes may take any amount of memory, so their checksum is compared first.
@@ -347,7 +363,7 @@ _KINDS = tuple(Kind)
 _RREF_KINDS = (int(Kind.REMOTE), int(Kind.FETCH))
 
 
-def flat(buffer: Any) -> memoryview:
+def flat(buffer: Buffer) -> memoryview:
     """Return the bytes of a frame's buffer, in the order of memory."""
     if isinstance(buffer, pickle.PickleBuffer):  # it may be in Fortran order
         return buffer.raw()

@@ -40,8 +40,8 @@ MUTATED = 200_000
 RREF, FORK = GloballyUniqueId(1, 2), GloballyUniqueId(2, 3)
 FRAMES = [
     Frame(Kind.CALL, 5, 1, 7, data=b"pickle" * 9, is_async=True),
-    Frame(Kind.REMOTE, 5, 1, 7, RREF, FORK, data=b"pickle", ack=3),
-    Frame(Kind.FETCH, 5, 1, 7, RREF),
+    Frame(Kind.REMOTE, 5, 1, 7, rref_id=RREF, fork_id=FORK, data=b"pickle", ack=3),
+    Frame(Kind.FETCH, 5, 1, 7, rref_id=RREF),
     Frame(Kind.CONTROL, 5, 1, 7, control=(ForkRequest(1, RREF, FORK),) * 3),
     Frame(Kind.VALUE, 5, 1, 7, meta={"autograd": (1, 2, ())}, forks=(Fork(RREF, FORK, 1, 2),)),
     Frame(Kind.ERROR, 5, 1, 7, data=b"error"),
