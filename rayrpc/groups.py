@@ -52,13 +52,13 @@ def init_group(
         RuntimeError: this process is in the group, or the group refuses it or stays incomplete.
 
     Example:
-        >>> keepers = rpc.init_group("keepers", "me")
-        >>> keepers.start_workers(["keeper0", "keeper1"])
-        WorkerGroup(keeper0, keeper1)
-        >>> sums = keepers.rpc_all("keeper*", torch.add, args=(torch.ones(1), 1)).wait()
-        >>> sums["keeper0"], sums["keeper1"]
+        >>> samplers = rpc.init_group("samplers", "me")
+        >>> samplers.start_workers(["sampler0", "sampler1"])
+        WorkerGroup(sampler0, sampler1)
+        >>> sums = samplers.rpc_all("sampler*", torch.add, args=(torch.ones(1), 1)).wait()
+        >>> sums["sampler0"], sums["sampler1"]
         (tensor([2.]), tensor([2.]))
-        >>> keepers.shutdown()
+        >>> samplers.shutdown()
 
     Source: rayrpc's own.
     """
@@ -87,10 +87,10 @@ def connect(group: str, rpc_backend_options: TensorPipeRpcBackendOptions | None 
             or this process is in it.
 
     Example:
-        >>> keepers = rpc.connect("keepers")
-        >>> keepers.rpc_sync("keeper0", torch.add, args=(torch.ones(1), 1))
+        >>> samplers = rpc.connect("samplers")
+        >>> samplers.rpc_sync("sampler0", torch.add, args=(torch.ones(1), 1))
         tensor([2.])
-        >>> keepers.shutdown()
+        >>> samplers.shutdown()
 
     Source: rayrpc's own.
     """
@@ -156,8 +156,8 @@ def start_workers(
         Exception: what ``on_start`` raised.
 
     Example:
-        >>> rpc.start_workers(["keeper0", "keeper1"], group="keepers", detached=True)
-        WorkerGroup(keeper0, keeper1)
+        >>> rpc.start_workers(["sampler0", "sampler1"], group="samplers", detached=True)
+        WorkerGroup(sampler0, sampler1)
 
     Source: rayrpc's own.
     """

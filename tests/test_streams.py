@@ -258,11 +258,11 @@ def test_one_thread_at_a_time():
 
 
 def test_shutdown_ends_the_streams_of_this_worker():
-    keepers = rpc.init_group("stream-keepers", "me")
-    keepers.start_workers(["keeper"])
-    stream = keepers.stream("keeper", targets.up_to, args=(10**9, 0.1), window=1000, timeout=0)
+    samplers = rpc.init_group("stream-samplers", "me")
+    samplers.start_workers(["sampler"])
+    stream = samplers.stream("sampler", targets.up_to, args=(10**9, 0.1), window=1000, timeout=0)
     assert [next(stream), next(stream)] == [0, 1]
-    waiting = keepers.stream("keeper", targets.up_to_async, args=(1, WAIT), timeout=0)
+    waiting = samplers.stream("sampler", targets.up_to_async, args=(1, WAIT), timeout=0)
     ended: list[Any] = []
 
     def wait():
@@ -273,7 +273,7 @@ def test_shutdown_ends_the_streams_of_this_worker():
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    keepers.shutdown(timeout=WAIT / 2)
+    samplers.shutdown(timeout=WAIT / 2)
     thread.join(WAIT)
     assert isinstance(ended[0], errors.CallError)
     with pytest.raises(errors.CallError):
@@ -285,13 +285,13 @@ def test_shutdown_ends_the_streams_of_this_worker():
 
 def test_a_stream_holds_no_thread_between_its_values():
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1)
-    keepers = rpc.init_group("stream-slots", "me", rpc_backend_options=options)
+    samplers = rpc.init_group("stream-slots", "me", rpc_backend_options=options)
     try:
-        stream = keepers.stream("me", targets.up_to, args=(100, 0.001), window=2)
+        stream = samplers.stream("me", targets.up_to, args=(100, 0.001), window=2)
         for value in stream:
-            assert keepers.rpc_sync("me", max, args=(value, 1), timeout=WAIT) == max(value, 1)
+            assert samplers.rpc_sync("me", max, args=(value, 1), timeout=WAIT) == max(value, 1)
     finally:
-        keepers.shutdown()
+        samplers.shutdown()
 
 
 def test_many_at_once_and_one_through_another():

@@ -71,7 +71,8 @@ class ForkedTest:
         self.name = name
         self.started = time.monotonic()
         self.deadline = self.started + timeout
-        self.pipes: dict[int, multiprocessing.connection.Connection] = {}  # of ranks not heard of
+        # of ranks that did not report yet
+        self.pipes: dict[int, multiprocessing.connection.Connection] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._processes: list[typing.Any] = []
         self._folder = tempfile.TemporaryDirectory(prefix="rpc-compliance-")

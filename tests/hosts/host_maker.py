@@ -55,7 +55,7 @@ class Hosts:
     def __init__(self, count: int) -> None:
         self._prefix = f"rayrpc-{os.getpid()}-{next(_numbers)}-"
         self._namespaces: list[str] = []
-        self._keepers: list[subprocess.Popen[bytes]] = []  # of the hosts' first processes
+        self._holders: list[subprocess.Popen[bytes]] = []  # of the hosts' first processes
         self._inits: list[int] = []
         try:
             self._make(count)
@@ -89,18 +89,18 @@ class Hosts:
     def _start_init(self, number: int, name: str) -> None:
         """Start the host's process 1: all of its processes end with it."""
         unshare = ["unshare", "--pid", "--mount", "--uts", "--fork", "--propagation", "private"]
-        keeper = subprocess.Popen(
+        holder = subprocess.Popen(
             ["ip", "netns", "exec", name, *unshare, "sh", "-c", INIT.format(number=number)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._keepers.append(keeper)
+        self._holders.append(holder)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             with contextlib.suppress(OSError, ValueError):
-                with open(f"/proc/{keeper.pid}/task/{keeper.pid}/children") as file:
+                with open(f"/proc/{holder.pid}/task/{holder.pid}/children") as file:
                     init = int(file.read())
                 with open(f"/proc/{init}/comm") as file:
                     if file.read() == "sleep\n":
@@ -193,10 +193,10 @@ class Hosts:
                 yield pid, file.read().decode(errors="replace")
 
     def _pids(self, number: int) -> list[int]:
-        """Return the processes of a host, without its first one and that one's keeper."""
+        """Return the processes of a host, without its first one and that one's holder."""
         command = ["ip", "netns", "pids", self._namespaces[number]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-        kept = {self._inits[number - 1], self._keepers[number - 1].pid}
+        kept = {self._inits[number - 1], self._holders[number - 1].pid}
         return [int(pid) for pid in done.stdout.split() if int(pid) not in kept]
 
     def close(self) -> None:
@@ -204,9 +204,9 @@ class Hosts:
         for init in self._inits:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(init, signal.SIGKILL)
-        for keeper in self._keepers:
-            keeper.kill()
-            keeper.wait(SECONDS)
+        for holder in self._holders:
+            holder.kill()
+            holder.wait(SECONDS)
         for name in reversed(self._namespaces):
             with contextlib.suppress(subprocess.SubprocessError):
                 _ip("netns", "del", name)

@@ -14,16 +14,16 @@ START = """
 import rayrpc as rpc
 for name, address in (("near", "10.88.0.1"), ("far", "10.88.0.3")):
     place = {"resources": {f"node:{address}": 0.01}}
-    rpc.start_workers([name], resources=place, group="keepers", detached=True)
-rpc.get_group("keepers").shutdown()
+    rpc.start_workers([name], resources=place, group="samplers", detached=True)
+rpc.get_group("samplers").shutdown()
 """
 CALL = """
 import socket
 import rayrpc as rpc
-keepers = rpc.connect("keepers")
-found = keepers.rpc_all("*", socket.gethostname).wait()
+samplers = rpc.connect("samplers")
+found = samplers.rpc_all("*", socket.gethostname).wait()
 print(*sorted(found.items()))
-keepers.shutdown()
+samplers.shutdown()
 """
 
 
@@ -37,5 +37,5 @@ def test_they_are_called_and_stopped_from_another_host(hosts_cluster):
     try:
         assert run(2, "-c", CALL) == "('far', 'host3') ('near', 'host1')\n"
     finally:
-        stopped = run(2, "-m", "rayrpc", "stop", "keepers")
-    assert stopped == "group 'keepers': ended far, near\n"
+        stopped = run(2, "-m", "rayrpc", "stop", "samplers")
+    assert stopped == "group 'samplers': ended far, near\n"

@@ -27,9 +27,9 @@ if __name__ == "__main__":
     names, group, strategy = sys.argv[1].split(","), sys.argv[2], sys.argv[3] or None
     rpc.configure(placement_strategy=strategy)
     started = rpc.start_workers(names, group=group, detached=True)
-    keepers = rpc.get_group(group)
-    keepers.rpc_sync(names[0], exec, args=("import targets; targets.shared['kept'] = 'state'",))
-    keepers.shutdown()
+    samplers = rpc.get_group(group)
+    samplers.rpc_sync(names[0], exec, args=("import targets; targets.shared['kept'] = 'state'",))
+    samplers.shutdown()
 """
 
 
@@ -58,22 +58,22 @@ def start(ray_cluster, tmp_path, request):
 
 
 def test_they_are_found_again_and_stopped(start, capsys):
-    group = start(["keeper0", "keeper1"])
-    keepers = rpc.connect(group)
+    group = start(["sampler0", "sampler1"])
+    samplers = rpc.connect(group)
     try:
-        assert {info.name for info in keepers.workers()} == {"keeper0", "keeper1"}
+        assert {info.name for info in samplers.workers()} == {"sampler0", "sampler1"}
         state = "__import__('targets').shared.get('kept')"
-        kept = keepers.rpc_all("*", eval, args=(state,)).wait()
-        assert kept == {"keeper0": "state", "keeper1": None}
+        kept = samplers.rpc_all("*", eval, args=(state,)).wait()
+        assert kept == {"sampler0": "state", "sampler1": None}
         assert cli.main(["stop", group]) == 0
         text = capsys.readouterr().out
-        assert f"group {group!r}: ended keeper0, keeper1; still in it: guest-" in text
-        assert eventually(lambda: not keepers.workers(), WAIT)
-        with pytest.raises(errors.WorkerDiedError, match="keeper0"):
-            keepers.rpc_sync("keeper0", max, args=(1, 2))
+        assert f"group {group!r}: ended sampler0, sampler1; still in it: guest-" in text
+        assert eventually(lambda: not samplers.workers(), WAIT)
+        with pytest.raises(errors.WorkerDiedError, match="sampler0"):
+            samplers.rpc_sync("sampler0", max, args=(1, 2))
         assert not has_workers(rpc.settings(), owned_key(group, this_origin()))  # but a guest
     finally:
-        keepers.shutdown()
+        samplers.shutdown()
     with pytest.raises(errors.GroupError, match="no group"):
         rpc.connect(group)
     assert cli.main(["stop", group]) == 2
@@ -109,10 +109,10 @@ def test_they_keep_a_local_cluster_until_they_are_stopped(tmp_path):
 
         script = tmp_path / "start.py"
         script.write_text(PROGRAM)
-        run(str(script), "keeper", "kept", "")
-        call = "rpc.connect('kept').rpc_sync('keeper', eval, args=('6 * 7',))"
+        run(str(script), "sampler", "kept", "")
+        call = "rpc.connect('kept').rpc_sync('sampler', eval, args=('6 * 7',))"
         assert run("-c", f"import rayrpc as rpc; print({call})") == "42\n"
-        assert run("-m", "rayrpc", "stop", "kept") == "group 'kept': ended keeper\n"
+        assert run("-m", "rayrpc", "stop", "kept") == "group 'kept': ended sampler\n"
         assert eventually(lambda: not list(Path(folder).glob("rayrpc-*/*.sock")), WAIT)
 
 

@@ -118,9 +118,9 @@ def test_what_was_printed_before_a_reply_is_shown_when_the_call_returns(workers,
 
 
 def test_what_was_printed_before_an_error_is_shown_when_it_is_raised(workers, capsys):
-    with pytest.raises(ValueError, match="bad news"):
-        workers.rpc_sync("ann", fail, args=("bad news",))
-    assert "(ann) bad news\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="bad weather"):
+        workers.rpc_sync("ann", fail, args=("bad weather",))
+    assert "(ann) bad weather\n" in capsys.readouterr().out
 
 
 NOTEBOOK = """

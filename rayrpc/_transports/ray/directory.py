@@ -229,12 +229,12 @@ class DirectoryActor:
         count = len(session.members) if session is not None else 1
         seconds = poll_seconds(self._peer_timeout, count)
 
-        def has_news() -> bool:
+        def has_changes() -> bool:
             return session is None or token not in session.members or session.version > version
 
         async with self._changed:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait_for(has_news), seconds)
+                await asyncio.wait_for(self._changed.wait_for(has_changes), seconds)
             if session is not None and token in session.members:
                 return session.since(version)
         return self._expelled.get(token, "it has left")

@@ -181,7 +181,7 @@ class RayDirectory(Directory):
                     try:
                         apply(changes)
                     except Exception:
-                        logger.exception("news of the members of a group were not fully applied")
+                        logger.exception("changes of the members of a group were not fully applied")
                     self._record.version = changes[-1].version
                     self._record.add(changes)
                     if any(each.node not in self._ports for each in self._record.members.values()):

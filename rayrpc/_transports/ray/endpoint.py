@@ -66,8 +66,8 @@ ATTACH_SECONDS = 10.0
 class Address(NamedTuple):
     """How peers reach a worker.
 
-    It holds names, no handles: a handle can be unpickled only while its program runs, and news of
-    a worker may arrive after its end.
+    It holds names, no handles: a handle can be unpickled only while its program runs, and a
+    worker's address may be used after its end.
 
     Args:
         actor (str): name of its actor endpoint.

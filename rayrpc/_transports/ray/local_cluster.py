@@ -33,14 +33,14 @@ import psutil
 from rayrpc._transports.ray.node_start import adapt_start, start_monitors
 from rayrpc._transports.ray.worker_forks import FORKS, forked_workers
 
-__all__ = ["KEEP", "LocalCluster", "NEWS", "READY", "RELEASE", "main"]
+__all__ = ["CHANGED", "KEEP", "LocalCluster", "READY", "RELEASE", "main"]
 
 #: how the answer begins that a cluster runs; its address follows
 READY = "ready "
 #: what a client may send; seconds follow the first
 KEEP, RELEASE = "keep", "release"
 #: the answer to these, unless it was so before
-NEWS = "new"
+CHANGED = "new"
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +148,10 @@ class LocalCluster:
         match words:
             case [word, seconds] if word == KEEP:
                 self._kept = float(seconds)
-                return NEWS if before is None else "old"
+                return CHANGED if before is None else "old"
             case [word] if word == RELEASE:
                 self._kept = None
-                return "old" if before is None else NEWS
+                return "old" if before is None else CHANGED
         return "unknown"
 
     def _remove_socket(self) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.notices import noticed
 from rayrpc._transports.ray import auth_token
-from rayrpc._transports.ray.local_cluster import KEEP, NEWS, READY, RELEASE
+from rayrpc._transports.ray.local_cluster import CHANGED, KEEP, READY, RELEASE
 from rayrpc._transports.ray.start_worker import SERVER
 from rayrpc._transports.ray.worker_forks import FORKS
 from rayrpc.config import Settings
@@ -152,7 +152,7 @@ def keep(settings: Settings, seconds: float) -> tuple[bool, Path]:
         lease, _ = _take(settings, starts=True)
     with lease:
         path = Path(lease.getpeername()).with_suffix(FORKS)
-        return _tell(lease, f"{KEEP} {seconds:g}") == NEWS, path
+        return _tell(lease, f"{KEEP} {seconds:g}") == CHANGED, path
 
 
 def release(settings: Settings) -> bool:
@@ -168,7 +168,8 @@ def release(settings: Settings) -> bool:
     if lease is None:
         return False
     with lease:
-        return _answer_of(lease, START_SECONDS).startswith(READY) and _tell(lease, RELEASE) == NEWS
+        is_ready = _answer_of(lease, START_SECONDS).startswith(READY)
+        return is_ready and _tell(lease, RELEASE) == CHANGED
 
 
 def _tell(lease: socket.socket, text: str) -> str:

@@ -512,7 +512,7 @@ def test_a_call_that_ends_before_it_is_sent_frees_its_request_at_once(callee):
     threads.close()
 
 
-def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_no_news_from_its_owner(callee):
+def test_an_interrupt_of_a_call_that_finds_the_connection_cut_keeps_that_from_no_owner(callee):
     modules = (connection_module, outgoing, send_queue, stream, threads_module)
     files = [module.__file__ for module in modules]
     threads = ThreadCache("caller", soft_limit=1000, idle_seconds=0.2)

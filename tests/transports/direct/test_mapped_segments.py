@@ -221,14 +221,14 @@ class TestForks:
         done = threading.Event()
         errors: list[BaseException] = []
 
-        def receive(mine, lane):
+        def receive(mine, index):
             value = 0
             try:
                 while not done.is_set():
                     value = (value + 1) % 250
                     buffer = mine.send(filled(value))[1]
-                    kept[lane] = (buffer, value)
-                    kept[lane + 10] = (mine.send(filled(value, 3 * LARGE))[1], value)
+                    kept[index] = (buffer, value)
+                    kept[index + 10] = (mine.send(filled(value, 3 * LARGE))[1], value)
                     del buffer
                     mine.deliver()
             except BaseException as exc:
