@@ -21,6 +21,8 @@ PENDING: Any = object()
 class OneShot(Generic[T]):
     """Hold a value that is set once; the base of classes with an interface of their own.
 
+    Its protected methods are for that interface.
+
         PENDING ── set ──> DONE     callbacks run, waiting threads return
 
     Args:
@@ -83,15 +85,15 @@ class OneShot(Generic[T]):
             raise interrupt
         self._callbacks = None
 
-    def add_callback(self, callback: Callable[[T], object]) -> None:
+    def _add_callback(self, callback: Callable[[T], object]) -> None:
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
         if self._value is PENDING:
             with self._lock:
-                if self._add(callback):
+                if self._append(callback):
                     return
         callback(self._value)
 
-    def _add(self, callback: Callable[[T], object]) -> bool:
+    def _append(self, callback: Callable[[T], object]) -> bool:
         """Add a callback, with the lock held; return False if the value was set."""
         if self._value is not PENDING:
             return False
@@ -101,7 +103,7 @@ class OneShot(Generic[T]):
             self._callbacks.append(callback)
         return True
 
-    def remove_callback(self, callback: Callable[[T], object]) -> bool:
+    def _remove_callback(self, callback: Callable[[T], object]) -> bool:
         """Drop a callback; return False if the value was set before."""
         with self._lock:
             if self._value is not PENDING:
@@ -110,7 +112,7 @@ class OneShot(Generic[T]):
                 self._callbacks.remove(callback)
             return True
 
-    def wait_value(self, timeout: float | None = None) -> T:
+    def _wait_value(self, timeout: float | None = None) -> T:
         """Return the value.
 
         Args:
@@ -127,10 +129,10 @@ class OneShot(Generic[T]):
                 with contextlib.suppress(RuntimeError):  # called again after an interrupt
                     done.release()
 
-            self.add_callback(wake)
+            self._add_callback(wake)
             if not done.acquire(
                 timeout=-1 if timeout is None else max(0.0, timeout)
-            ) and self.remove_callback(wake):
+            ) and self._remove_callback(wake):
                 raise TimeoutError
         return self._value
 
@@ -142,7 +144,7 @@ class Promise(OneShot[T]):
 
     def on_done(self, callback: Callable[[T], object]) -> None:
         """Call ``callback`` with the value, once: at once if it is there, else from ``set``."""
-        self.add_callback(callback)
+        self._add_callback(callback)
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the value.
@@ -153,4 +155,4 @@ class Promise(OneShot[T]):
         Raises:
             TimeoutError: it was not set in time.
         """
-        return self.wait_value(timeout)
+        return self._wait_value(timeout)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rayrpc._concurrency.outcome import Outcome, Value, text_of
 from rayrpc._concurrency.promise import OneShot, Promise
-from rayrpc._protocol.membership import Change, Member, Snapshot
+from rayrpc._protocol.membership import Address, Change, Member, Snapshot
 from rayrpc._protocol.messages import Frame, Kind, flat
 from rayrpc.errors import CallError
 
@@ -125,10 +125,10 @@ class PendingReply(OneShot[Outcome[Frame]], Pending):
         pending.on_done(complete)
 
     def wait(self, timeout: float | None) -> Frame:
-        return self.wait_value(timeout).unwrap()
+        return self._wait_value(timeout).unwrap()
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
-        self.add_callback(callback)
+        self._add_callback(callback)
 
     def serve(self, serve: Serve, frame: Frame) -> None:
         """Complete this call with the reply of ``serve``, which is in this process."""
@@ -165,7 +165,7 @@ class Transport(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def address(self) -> Any:
+    def address(self) -> Address:
         """What peers need to reach this worker; goes into its ``Member`` record."""
 
     @property

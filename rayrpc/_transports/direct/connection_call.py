@@ -109,11 +109,11 @@ class ConnectionCall(OneShot[Reply], Pending):
         """
         turn = self.turn
         assert turn is not None
-        self.add_callback(turn.set)
+        self._add_callback(turn.set)
         turn.wait(None if deadline is None else deadline - time.monotonic())
         if turn.value is not READ:
             return False
-        self.remove_callback(turn.set)
+        self._remove_callback(turn.set)
         return True
 
     def end_turn(self) -> None:
@@ -121,7 +121,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         turn = self.turn
         if turn is not None:
             turn.set(_EXPIRED)
-            self.remove_callback(turn.set)
+            self._remove_callback(turn.set)
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         start: Start = NOTHING
@@ -142,7 +142,7 @@ class ConnectionCall(OneShot[Reply], Pending):
             raise
 
     def on_orphaned(self, callback: Callable[[Outcome[Frame]], None]) -> None:
-        self.add_callback(functools.partial(self._report, callback))
+        self._add_callback(functools.partial(self._report, callback))
 
     def set(self, value: Reply) -> bool:
         with self._lock:
