@@ -9,37 +9,16 @@ from torch.futures import Future
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.invocation import Args, Invocation, Kwargs, To
-from rayrpc._runtime.rrefs.handle import RRef, _rref_typeof_on_owner
+from rayrpc._runtime.rrefs.handle import RRef
+from rayrpc._runtime.rrefs.value_type import _rref_typeof_on_owner
 from rayrpc.options import UNSET_RPC_TIMEOUT
 
 __all__ = [
-    "_cleanup_python_rpc_handler",
     "_invoke_rpc",
     "_rref_typeof_on_owner",
     "_rref_typeof_on_user",
     "_to_worker_info",
-    "enable_gil_profiling",
 ]
-
-
-def enable_gil_profiling(flag: bool) -> None:
-    """Measure how long the threads that serve calls wait for Python's lock, from now on, or not.
-
-    The average is ``agent.gil_average_wait_time_us`` in the agent's ``get_debug_info()``.
-
-    Args:
-        flag (bool): whether to measure; the sums are reset.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-
-    Source: ``torch.distributed.rpc.enable_gil_profiling``.
-    """
-    current.get_agent()._enable_gil_profiling(flag)
-
-
-def _cleanup_python_rpc_handler() -> None:
-    """Do nothing: rayrpc has no native handler."""
 
 
 def _to_worker_info(to: str | int | WorkerInfo) -> WorkerInfo:

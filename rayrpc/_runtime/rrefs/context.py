@@ -2,21 +2,18 @@
 
 The table is pure.  The context guards it with a lock, sends its messages, wakes threads that wait
 for its effects, and reports collected handles to it.  Python may collect a handle in any thread,
-also in one that holds the context's lock; so a collected handle is only put into a queue, which
-the thread ``rayrpc-rrefs`` reads; and so are forks that were not sent.
+also in one that holds the context's lock; so a collected handle is only put into a queue
+(``upkeep``), and so are forks that were not sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, cast
-
-from torch.futures import Future
+from typing import NamedTuple, cast
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
@@ -27,57 +24,16 @@ from rayrpc._protocol.rref_entries import Confirmed, Effect
 from rayrpc._protocol.rref_table import RRefTable
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.collected import CollectedHandles, HandleRef
+from rayrpc._runtime.rrefs.handle_protocol import Handle, MakeHandle
 from rayrpc._runtime.rrefs.listing import OwnedRRef, UsedRRef, leaks, listed
+from rayrpc._runtime.rrefs.upkeep import Upkeep
 from rayrpc.errors import CallError, RpcError
 
-__all__ = ["Handle", "MakeHandle", "RRefContext"]
+__all__ = ["RRefContext"]
 
 logger = logging.getLogger(__name__)
 
-# A deletion waits this long for others, so that a program that drops many sends few messages.
-BATCH_SECONDS = 0.002
-# Messages that were not acknowledged for this long are sent again.
-RETRANSMIT_SECONDS = 1.0
 DELETE_POLL_SECONDS = 0.005
-
-
-class Handle(Protocol):
-    """What the runtime needs of an RRef's handle; private, because users hold handles."""
-
-    def _share(self, rrefs: RRefContext, to: int | None, into: list[Fork] | None = None) -> Fork:
-        """Fork the RRef for a worker."""
-
-    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
-        """Return the RRef's identity if it may be lent to a worker, else None."""
-
-    def _begin_creation(self) -> Cell:
-        """Return the cell that takes the outcome of the call that creates the value."""
-
-    def _get_future(self) -> Future[Any]:
-        """Return the Future of that call."""
-
-    def _set_future(self, future: Future[Any]) -> None:
-        """Replace that Future."""
-
-
-class MakeHandle(Protocol):
-    """Makes handles of RRefs."""
-
-    def __call__(
-        self,
-        rref_id: GloballyUniqueId,
-        fork_id: GloballyUniqueId | None,
-        owner: int,
-        cell: Cell | None,
-    ) -> Handle:
-        """Return a handle.
-
-        Args:
-            rref_id: of the RRef.
-            fork_id: of this worker's fork; None on the owner.
-            owner: id of the owner.
-            cell: holds the value; None on users.
-        """
 
 
 class _Messages(NamedTuple):
@@ -88,7 +44,7 @@ class _Messages(NamedTuple):
     messages: tuple[Control, ...]
 
 
-_Task = HandleRef | Fork | _Messages  # for the thread of a context
+_Task = HandleRef | Fork | _Messages  # of ``Upkeep``
 
 
 class RRefContext:
@@ -117,12 +73,11 @@ class RRefContext:
         self._table = RRefTable(me, ids.new, Cell)
         self._lock = threading.Lock()
         self._unconfirmed: dict[GloballyUniqueId, list[Event]] = {}
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._handles = CollectedHandles(self._tasks.put)
+        self._upkeep: Upkeep[_Task] = Upkeep(self._run_task, self._retransmit, self.flush)
+        self._handles = CollectedHandles(self._upkeep.submit)
         # RRefs that were in use before their holders or owners left; see keep_leaks
         self._kept_leaks: dict[GloballyUniqueId, str] | None = None
-        self._closed = False
-        threading.Thread(target=self._run_tasks, name="rayrpc-rrefs", daemon=True).start()
+        self._upkeep.start()
 
     # -- creation -----------------------------------------------------------------------------
 
@@ -241,7 +196,7 @@ class RRefContext:
 
     def release_later(self, fork: Fork) -> None:
         """Undo a fork that was not sent; safe in any thread that collects."""
-        self._tasks.put(fork)
+        self._upkeep.submit(fork)
 
     def is_held(self, fork_id: GloballyUniqueId) -> bool:
         """Tell whether this worker holds a fork, which ``shutdown`` may have deleted."""
@@ -298,7 +253,7 @@ class RRefContext:
                 effects = self._table.on_messages(worker, ack, messages)
             self._settle(effects)
         except BaseException:  # an interrupt, which strikes no other thread
-            self._tasks.put(_Messages(worker, ack, messages))
+            self._upkeep.submit(_Messages(worker, ack, messages))
             raise
 
     def flush(self, but: int | None = None) -> None:
@@ -405,8 +360,7 @@ class RRefContext:
 
     def close(self) -> None:
         """Drop all RRefs; handles that are alive count as deleted from now on."""
-        self._closed = True
-        self._tasks.put(None)
+        self._upkeep.close()
         with self._lock:
             self._table.used.clear()
             self._table.owned.clear()
@@ -423,28 +377,7 @@ class RRefContext:
         # A released cell is collected with its effect, here and not under the lock: its value
         # may be any object, also one whose finalizer calls this context.
 
-    def _run_tasks(self) -> None:
-        """Run the tasks that other threads have queued, in batches, and retransmit messages."""
-        next_turn = Deadline(RETRANSMIT_SECONDS)
-        while not self._closed:
-            tasks = self._take_tasks()
-            if is_due := next_turn.expired:
-                next_turn = Deadline(RETRANSMIT_SECONDS)
-            for task in tasks:
-                try:
-                    self._settle(self._run_task(task))
-                except Exception:
-                    logger.exception("an error in the protocol of RRefs: this worker may leak some")
-            try:
-                if is_due:
-                    with self._lock:
-                        self._table.retransmit()
-                if (tasks or is_due) and not self._closed:
-                    self.flush()
-            except Exception:  # what was not sent is retransmitted
-                logger.exception("messages of RRefs could not be sent")
-
-    def _run_task(self, task: _Task) -> list[Effect]:
+    def _run_task(self, task: _Task) -> None:
         effects: list[Effect] = []
         with self._lock:
             if isinstance(task, Fork):
@@ -454,22 +387,8 @@ class RRefContext:
             else:
                 self._handles.forget(task)
                 self._table.drop(task.fork_id)
-        return effects
+        self._settle(effects)
 
-    def _take_tasks(self) -> list[_Task]:
-        """Return a batch of tasks, empty after ``RETRANSMIT_SECONDS`` without one."""
-        try:
-            first = self._tasks.get(timeout=RETRANSMIT_SECONDS)
-        except queue.Empty:
-            return []
-        if first is None:
-            return []
-        time.sleep(BATCH_SECONDS)
-        tasks = [first]
-        while True:
-            try:
-                more = self._tasks.get_nowait()
-            except queue.Empty:
-                return tasks
-            if more is not None:
-                tasks.append(more)
+    def _retransmit(self) -> None:
+        with self._lock:
+            self._table.retransmit()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.futures import Future
 
-from rayrpc._concurrency.outcome import Error, Value, complete, fresh
+from rayrpc._concurrency.outcome import Error, Value, complete
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.messages import Fork
@@ -16,17 +15,18 @@ from rayrpc._runtime.invocation import prompt
 from rayrpc._runtime.objects import ref_of
 from rayrpc._runtime.rrefs import gradients
 from rayrpc._runtime.rrefs.cell import Cell
-from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.rrefs.creation_site import users_line
+from rayrpc._runtime.rrefs.handle_protocol import Forks
 from rayrpc._runtime.rrefs.home import Home, get_home
 from rayrpc._runtime.rrefs.proxy import RRefProxy
+from rayrpc._runtime.rrefs.unusable import deleted, foreign, raise_creation_timeout
+from rayrpc._runtime.rrefs.value_type import _rref_typeof_on_owner, completed
 from rayrpc._runtime.serialization.reducers import add_reducer
 from rayrpc._runtime.serialization.sessions import reduce_rref
 from rayrpc._runtime.user_api import UserApi
-from rayrpc.errors import CallTimeoutError, RpcError
 from rayrpc.options import UNSET_RPC_TIMEOUT, to_seconds
 
-__all__ = ["PyRRef", "RRef", "rref_maker"]
+__all__ = ["PyRRef", "RRef", "make_handle"]
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class RRef(Generic[T]):
             return self.local_value()
         self._check("to_here() on it")
         self._raise_creation_error()
-        owner = self._home.lookup(self._owner)
+        owner = self._home.members.lookup(self._owner)
         self._check("to_here() on it")  # the owner may have died, and another have its name
         seconds = self._home.resolve_timeout(timeout)
         return cast(T, self._home.caller.fetch(owner, self._rref_id, self, seconds))
@@ -193,25 +193,12 @@ class RRef(Generic[T]):
         )
 
     def _raise_creation_error(self) -> None:
-        outcome = None if self._creation is None else self._creation.value
-        if not isinstance(outcome, Error):
-            return
-        outcome.is_known = True
-        if isinstance(outcome.error, CallTimeoutError):
-            raise CallTimeoutError(
-                "RRef creation via rpc.remote timed out, and it is possible that the RRef on the "
-                f"owner node does not exist: {outcome.error}"
-            ) from fresh(outcome.error)
+        if self._creation is not None:
+            raise_creation_timeout(self._creation.value)
 
     def _check(self, action: str) -> None:
         if self._fork_id is not None and not self._home.rrefs.is_held(self._fork_id):
-            lost = self._home.death_of_owner(self._owner)
-            if lost is not None and not self._home.has_left:
-                raise lost
-            raise RpcError(
-                f"User RRef with RRefId={self._rref_id} and ForkId={self._fork_id} has been "
-                f"deleted. Cannot call {action} after deletion."
-            )
+            raise deleted(self._home, self._owner, (self._rref_id, self._fork_id), action)
 
     # -- calls on the value -------------------------------------------------------------------
 
@@ -264,7 +251,7 @@ class RRef(Generic[T]):
         future = self._type
         if future is None:
             if self._cell is not None:
-                future = _done(_rref_typeof_on_owner(self))
+                future = completed(_rref_typeof_on_owner(self))
             else:
                 self._check("_get_type() on it")
                 self._raise_creation_error()
@@ -324,10 +311,10 @@ class RRef(Generic[T]):
 
     # -- pickling -----------------------------------------------------------------------------
 
-    def _share(self, rrefs: RRefContext, to: int | None, into: list[Fork] | None = None) -> Fork:
+    def _share(self, rrefs: Forks, to: int | None, into: list[Fork] | None = None) -> Fork:
         """Fork this RRef for a worker; see ``RRefContext.share``."""
         if rrefs is not self._home.rrefs:
-            raise self._foreign(rrefs)
+            raise foreign(self, self._home, rrefs.group)
         if self._cell is not None:
             return rrefs.share_owned(self._rref_id, self._cell, to, into)
         assert self._fork_id is not None
@@ -339,23 +326,14 @@ class RRef(Generic[T]):
             self._check("fork an UserRRef")
             raise
 
-    def _lend(self, rrefs: RRefContext, to: int | None) -> GloballyUniqueId | None:
+    def _lend(self, rrefs: Forks, to: int | None) -> GloballyUniqueId | None:
         """Lend this RRef to its owner; see ``RRefContext.lend``."""
         if rrefs is not self._home.rrefs:
-            raise self._foreign(rrefs)
+            raise foreign(self, self._home, rrefs.group)
         if self._fork_id is None or not rrefs.is_counted(self._fork_id, to):
             return None
         failed = self._creation is not None and isinstance(self._creation.value, Error)
         return None if failed else self._rref_id
-
-    def _foreign(self, rrefs: RRefContext) -> RpcError:
-        """Return the error of sending this RRef in a call of another group."""
-        if self._home.has_left:
-            return RpcError(f"{self} is of group {self._home.key!r}, which this worker has left")
-        return RpcError(
-            f"{self} is of group {self._home.key!r}, and cannot be sent in group {rrefs.group!r}: "
-            "send its value, or an ObjectRef of it (rref.object_ref())"
-        )
 
     def _serialize(self) -> tuple[Any, ...]:
         """Return a fork as a tuple, for picklers of libraries."""
@@ -397,34 +375,19 @@ PyRRef = RRef
 add_reducer(RRef, reduce_rref)
 
 
-def rref_maker(home: Home) -> Callable[..., RRef[Any]]:
-    """Return the function that makes the handles of a worker."""
-
-    def make(
-        rref_id: GloballyUniqueId,
-        fork_id: GloballyUniqueId | None,
-        owner: int,
-        cell: Cell | None,
-    ) -> RRef[Any]:
-        rref: RRef[Any] = RRef.__new__(RRef)
-        rref._fill(home, rref_id, fork_id, home.info_of(owner), cell)
-        return rref
-
-    return make
-
-
-def _rref_typeof_on_owner(rref: RRef[Any], blocking: bool = True) -> Any:
-    """Return the type of a value at its owner, or a Future of it (torch's name)."""
-    kind = type(rref.local_value())
-    return kind if blocking else _done(kind)
+def make_handle(
+    home: Home,
+    rref_id: GloballyUniqueId,
+    fork_id: GloballyUniqueId | None,
+    owner: int,
+    cell: Cell | None,
+) -> RRef[Any]:
+    """Return a handle of a worker; see ``MakeHandle``."""
+    rref: RRef[Any] = RRef.__new__(RRef)
+    rref._fill(home, rref_id, fork_id, home.members.info_of(owner), cell)
+    return rref
 
 
 @prompt
 def _object_ref_on_owner(rref: RRef[Any]) -> Any:
     return rref.object_ref()
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
+from rayrpc._runtime.members import Members
 from rayrpc._runtime.objects import ObjectStore
 from rayrpc._runtime.rrefs.context import RRefContext
 from rayrpc._runtime.user_api import UserApi
-from rayrpc.errors import NotInitializedError, WorkerDiedError
+from rayrpc.errors import NotInitializedError
 
 __all__ = ["Home", "NO_AGENT", "get_home", "set_home"]
 
@@ -64,14 +65,9 @@ class Home(Protocol):
     def user_api(self) -> UserApi:
         """The functions that its users call."""
 
-    def lookup(self, to: WorkerInfo) -> Member:
-        """Return the member with this name and id."""
-
-    def info_of(self, worker_id: int) -> WorkerInfo:
-        """Return the WorkerInfo for an id."""
-
-    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
-        """Return why a worker is gone, if it is."""
+    @property
+    def members(self) -> Members:
+        """Those of its group."""
 
     def resolve_timeout(self, timeout: float) -> float | None:
         """Return a call's timeout in seconds; None: it has none."""
