@@ -19,22 +19,21 @@ from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots
 from rayrpc._protocol.ids import EPOCH_BITS
-from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._protocol.messages import EMPTY, Frame, Kind
 from rayrpc._protocol.transport import Deferred, served
 from rayrpc._runtime import running
 from rayrpc._runtime.call_errors import cancelled
 from rayrpc._runtime.cancelling import Cancelled, Cancelling, cancellable, interruptible
 from rayrpc._runtime.coroutines import Coroutines, stepwise
-from rayrpc._runtime.hooks import Hook, IncomingCall, all_of
+from rayrpc._runtime.hooks import IncomingCall, all_of, hooks_in
 from rayrpc._runtime.invocation import Invocation, user_function
 from rayrpc._runtime.objects import receive
-from rayrpc._runtime.serialization.devices import refuse
-from rayrpc._runtime.serialization.remote_errors import RemoteException, describe, described_as
-from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.reply_encoder import ReplyEncoder
+from rayrpc._runtime.serialization.remote_errors import described_as
 from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.served_streams import ServedStreams, Turn
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import CallError, CallTimeoutError, SerializationError
+from rayrpc.errors import CallError, CallTimeoutError
 from rayrpc.futures import AnyFuture
 
 __all__ = ["BeforeReply", "Callee"]
@@ -57,9 +56,11 @@ class Callee:
         self._me = worker.info
         self._rrefs = worker.rrefs
         self._slots = slots
+        self.replies = ReplyEncoder(worker)
         self._coroutines = Coroutines("rayrpc-loop")
+        resumed = functools.partial(self._hooked, step="before_resume")
         self.streams = ServedStreams(
-            worker, slots, self._coroutines, self._invoke, self._resumed, self._reply, _settle
+            worker, slots, self._coroutines, self._invoke, resumed, self._reply, _settle
         )
         self._quick = LatencyProfile()
         self._short = LatencyProfile(SHORT_SECONDS)
@@ -72,8 +73,6 @@ class Callee:
         self.inspect: Callable[[bytes], bytes] = bytes
         #: make the contexts in which users' functions run
         self.around: list[Callable[[Invocation], AbstractContextManager[Any]]] = []
-        #: errors of users' functions are printed here, too, as torch does
-        self.prints_errors = True
         self._before_reply: BeforeReply | None = None
 
     def before_reply(self, task: BeforeReply) -> None:
@@ -123,15 +122,15 @@ class Callee:
                 f"RPC worker {self._me.name!r} got a call for an earlier run of its group: "
                 "end the process that calls, or have it join again"
             )
-            return self._error(frame, error)
+            return self.replies.error(frame, error)
         if not self._worker.members.is_present(frame.src, frame.call_id >> EPOCH_BITS):
-            return self._refuse(frame)
+            return self.replies.refusal(frame)
         if frame.control or frame.ack:
             self._rrefs.on_control(frame.src, frame.ack, frame.control)
             if frame.control:
                 self._rrefs.flush(but=frame.src)
         if frame.kind is Kind.CONTROL:
-            return self._frame(frame, Kind.VALUE, EMPTY)
+            return self.replies.frame(frame, Kind.VALUE, EMPTY)
         if frame.kind is Kind.FETCH:
             return self._fetch(frame)
         entry = ServedCall(frame.src, frame.call_id, frame.rref_id, self._worker.hooks)
@@ -181,17 +180,6 @@ class Callee:
             self._on_undecodable(frame)
             _settle(deferred, frame, lambda: self._reply(frame, entry, outcome, None))
 
-    def _refuse(self, frame: Frame) -> Frame:
-        """Return the reply to a former member whose id another one has now."""
-        successor = self._worker.members.name_of(frame.src)
-        error = CallError(
-            f"RPC worker {self._me.name!r} refuses the call of a worker that is no member of the "
-            f"group any more: {successor!r} has its id"
-        )
-        data = pickle.dumps(tuple(self._describe(frame, error)), 5)
-        session = self._worker.session  # without ``_frame``, which adds the successor's messages
-        return Frame(Kind.ERROR, session, self._me.id, frame.call_id, data=data)
-
     # -- one call -----------------------------------------------------------------------------
 
     def _run(
@@ -205,7 +193,7 @@ class Callee:
                 self._worker.codec.discard(frame.forks, set())
                 raise asyncio.CancelledError
             invocation = self._decode(frame, received)
-            frame.data, frame.buffers, frame.objects = b"", [], None
+            frame.drop_payload()
             if frame.forks:
                 self._confirm(frame)
             key = LatencyProfile.key(invocation.func, invocation.args)
@@ -253,9 +241,6 @@ class Callee:
         with all_of([enter(invocation) for enter in list(self.around)]):
             return interruptible(entry, running.run, invocation, is_async)
 
-    def _resumed(self, call: IncomingCall) -> AbstractContextManager[Any]:
-        return self._hooked(call, "before_resume")
-
     def _reply_when_done(
         self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
@@ -294,7 +279,7 @@ class Callee:
             return self._reply(frame, entry, outcome, call)
 
         if call is not None:
-            coroutine = stepwise(coroutine, lambda: self._resumed(call))
+            coroutine = stepwise(coroutine, lambda: self._hooked(call, "before_resume"))
         coroutine = cancellable(entry, coroutine)
         self._coroutines.submit(
             coroutine, lambda outcome: _settle(deferred, frame, lambda: reply(outcome))
@@ -312,8 +297,8 @@ class Callee:
             if entry.cell is not None:
                 return self._keep(frame, entry, outcome, call)
             if isinstance(outcome, Error):
-                return self._error(frame, outcome.error, outcome.remote)
-            return self._value(frame, outcome.value, call)
+                return self.replies.error(frame, outcome.error, outcome.remote)
+            return self.replies.value(frame, outcome.value, call)
         finally:
             with self._lock:
                 self._calls.pop(entry, None)
@@ -331,13 +316,17 @@ class Callee:
         entry.cell.made = entry.func
         if isinstance(outcome, Error):
             # its traceback's frames would keep the function's arguments alive
-            remote = outcome.remote or self._describe(frame, outcome.error)
+            remote = outcome.remote or self.replies.describe(frame, outcome.error)
             name = "a function" if entry.func is None else user_function(entry.func)
             named = name and f"The call of {name} by remote on RPC worker {self._me.name!r}"
             outcome = Error(outcome.error.with_traceback(None), remote, named)
         entry.cell.set(outcome)
-        meta = None if call is None else self._reply_meta(call, "after_kept")
-        return self._frame(frame, Kind.VALUE, _NONE, meta)
+        meta = None
+        if call is not None:
+            for hook in hooks_in(call.meta, self._worker.hooks):
+                hook.after_kept(call)
+            meta = call.reply_meta or None
+        return self.replies.none(frame, meta)
 
     def _confirm(self, frame: Frame) -> None:
         """Wait until the RRefs among the arguments are confirmed, as torch does."""
@@ -351,21 +340,13 @@ class Callee:
 
     def _hooked(self, call: IncomingCall, step: str) -> AbstractContextManager[Any]:
         """Return one context for a step (``before_run``, ...) of the hooks that take part."""
-        return all_of([getattr(hook, step)(call) for hook in self._hooks_of(call.meta)])
-
-    def _reply_meta(self, call: IncomingCall, step: str) -> dict[str, Any] | None:
-        """Return what the hooks that take part send with a reply, once they took this step."""
-        for hook in self._hooks_of(call.meta):
-            getattr(hook, step)(call)
-        return call.reply_meta or None
+        hooks = hooks_in(call.meta, self._worker.hooks)
+        return all_of([getattr(hook, step)(call) for hook in hooks])
 
     def _on_undecodable(self, frame: Frame) -> None:
         meta = frame.meta or {}
-        for hook in self._hooks_of(meta):
+        for hook in hooks_in(meta, self._worker.hooks):
             hook.on_undecodable(frame.src, meta[hook.name])
-
-    def _hooks_of(self, meta: dict[str, Any]) -> list[Hook]:
-        return [hook for hook in self._worker.hooks if hook.name in meta]
 
     # -- RRefs --------------------------------------------------------------------------------
 
@@ -375,7 +356,7 @@ class Callee:
             cell = self._rrefs.lookup(frame.rref_id)
         except CallError as exc:
             self._on_undecodable(frame)
-            return self._error(frame, exc)
+            return self.replies.error(frame, exc)
         call = IncomingCall(frame.src, None, frame.meta) if frame.meta else None
         if call is not None:
             with self._hooked(call, "before_run"):
@@ -398,54 +379,8 @@ class Callee:
     def _fetched(self, frame: Frame, outcome: Outcome[Any], call: IncomingCall | None) -> Frame:
         if isinstance(outcome, Error):
             outcome.is_known = True
-            return self._error(frame, outcome.error, outcome.remote)
-        return self._value(frame, outcome.value, call)
-
-    # -- replies ------------------------------------------------------------------------------
-
-    def _value(self, frame: Frame, value: Any, call: IncomingCall | None) -> Frame:
-        meta = None
-        worker = self._worker
-        try:
-            devices = worker.devices.of_results(frame.src)
-            shares_main = worker.members.shares_main(frame.src)
-            if call is None:
-                payload = worker.codec.encode(value, frame.src, shares_main, devices)
-            else:
-                with self._hooked(call, "before_reply"):
-                    payload = worker.codec.encode(value, frame.src, shares_main, devices)
-                meta = self._reply_meta(call, "after_encode_reply")
-        except NoDeviceError as exc:
-            caller = worker.members.name_of(frame.src)
-            return self._error(frame, refuse(exc.device, "Response", caller))
-        except SerializationError as exc:
-            named = SerializationError(f"A result of RPC worker {self._me.name!r} {exc}")
-            return self._error(frame, named)
-        except BaseException as exc:  # pickling runs users' code, which may exit
-            return self._error(frame, exc)
-        return self._frame(frame, Kind.VALUE, payload, meta)
-
-    def _describe(self, frame: Frame, error: BaseException) -> RemoteException:
-        def encode(kind: Any) -> bytes:
-            shares_main = self._worker.members.shares_main(frame.src)
-            return self._worker.codec.encode(kind, frame.src, shares_main).data
-
-        return describe(error, self._me, encode, self.prints_errors)
-
-    def _error(
-        self, frame: Frame, error: BaseException, remote: RemoteException | None = None
-    ) -> Frame:
-        remote = remote or self._describe(frame, error)
-        return self._frame(frame, Kind.ERROR, Payload(pickle.dumps(tuple(remote), 5), []))
-
-    def _frame(
-        self, call: Frame, kind: Kind, payload: Payload, meta: dict[str, Any] | None = None
-    ) -> Frame:
-        ack, control = self._rrefs.take_pending(call.src)
-        data, buffers, forks, _, objects = payload
-        session, me, number = self._worker.session, self._me.id, call.call_id
-        rest = meta, ack, control, forks, data, buffers, True, objects
-        return Frame(kind, session, me, number, None, None, False, *rest)
+            return self.replies.error(frame, outcome.error, outcome.remote)
+        return self.replies.value(frame, outcome.value, call)
 
 
 def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferred]) -> None:
@@ -455,9 +390,6 @@ def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferr
         made.on_done(deferred.set)
     else:
         deferred.set(made)
-
-
-_NONE = Payload(pickle.dumps(None, 5), [])
 
 
 def _value_of(future: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,27 +12,26 @@ from torch.futures import Future
 
 from rayrpc._concurrency.deadlines import DeadlineThread
 from rayrpc._concurrency.outcome import Error, Outcome, Value, complete
-from rayrpc._concurrency.reader import is_reader, release_reader
+from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._protocol.ids import EPOCH_BITS, GloballyUniqueId, WorkerInfo
+from rayrpc._protocol.ids import GloballyUniqueId, WorkerInfo
 from rayrpc._protocol.membership import Member
-from rayrpc._protocol.messages import EMPTY, Frame, Kind, Payload
+from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import Pending
 from rayrpc._runtime.call_errors import cancelled, shut_down, timed_out
 from rayrpc._runtime.current_call import is_interrupt
 from rayrpc._runtime.hooks import Hook, OutgoingCall, all_of, meta_of
 from rayrpc._runtime.interrupting_calls import InterruptingCalls, guarded
-from rayrpc._runtime.invocation import NOTHING, Invocation, is_prompt
+from rayrpc._runtime.invocation import NOTHING, Invocation
 from rayrpc._runtime.open_call import OpenCall, Request, Send
-from rayrpc._runtime.rrefs.context import Handle
+from rayrpc._runtime.reply_decoder import ReplyDecoder
+from rayrpc._runtime.request_encoder import RequestEncoder
 from rayrpc._runtime.rrefs.creation_site import users_line
-from rayrpc._runtime.serialization.devices import refuse
-from rayrpc._runtime.serialization.remote_errors import RemoteException, rebuild
-from rayrpc._runtime.serialization.tensors import NoDeviceError
+from rayrpc._runtime.rrefs.handle_protocol import Handle
 from rayrpc._runtime.started_call import StartedCall
 from rayrpc._runtime.waiting_call import await_reply
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import CancelledError, SerializationError, WorkerDiedError
+from rayrpc.errors import CancelledError, WorkerDiedError
 
 __all__ = ["Caller"]
 
@@ -65,7 +62,11 @@ class Caller:
         self.interrupting = InterruptingCalls(threads.submit)
         self._send = send
         self._on_interrupted_send = on_interrupted_send
-        self.new_id = itertools.count((worker.members.me.epoch << EPOCH_BITS) + 1).__next__
+        self._requests = RequestEncoder(worker)
+        self._replies = ReplyDecoder(worker, threads.submit)
+        self.new_id = self._requests.new_id
+        #: runs a task that may run users' code
+        self.run_callback = self._replies.run_callback
         self._open: dict[int, OpenCall] = {}
         self._deadlines = DeadlineThread(self._open, self._expire)
         self._waiting: dict[int, Request] = {}  # calls that a thread waits for
@@ -129,14 +130,14 @@ class Caller:
     ) -> tuple[Request, Frame]:
         """Return the request and the frame of a call that a thread waits for."""
         if not hooks:
-            payload = self._encode(to, invocation)
-            frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
+            payload = self._requests.encode(to, invocation)
+            frame = self._requests.frame(Kind.CALL, to, payload, None, invocation.func)
             return Request(to, frame.call_id, timeout, payload.lent, func=invocation.func), frame
         call = self._outgoing("sync", to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
-            payload = self._encode(to, call.invocation)
+            payload = self._requests.encode(to, call.invocation)
             meta = meta_of(call, hooks, payload)
-            frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
+            frame = self._requests.frame(Kind.CALL, to, payload, meta, call.invocation.func)
         return Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func), frame
 
     @guarded(InterruptingCalls.make)
@@ -147,16 +148,16 @@ class Caller:
         hooks = self._hooks_for(mode)
         if not hooks:
             future: Any = Future()
-            payload = self._encode(to, invocation)
-            frame = self._frame(Kind.CALL, to, payload, None, invocation.func)
+            payload = self._requests.encode(to, invocation)
+            frame = self._requests.frame(Kind.CALL, to, payload, None, invocation.func)
             request = Request(to, frame.call_id, timeout, payload.lent, func=invocation.func)
             self._start(OpenCall(self, request, functools.partial(complete, future)), frame)
             return future
         call = self._outgoing(mode, to, invocation)
         with all_of([hook.before_send(call) for hook in hooks]):
-            payload = self._encode(to, call.invocation)
+            payload = self._requests.encode(to, call.invocation)
             meta = meta_of(call, hooks, payload)
-            frame = self._frame(Kind.CALL, to, payload, meta, call.invocation.func)
+            frame = self._requests.frame(Kind.CALL, to, payload, meta, call.invocation.func)
             special = [made for hook in hooks if (made := hook.make_future(call)) is not None]
             future = special[0] if special else Future()
             request = Request(to, frame.call_id, timeout, payload.lent, call, func=invocation.func)
@@ -174,12 +175,13 @@ class Caller:
         func, hooks = invocation.func, self._hooks_for("remote")
         with all_of([hook.before_send(call) for hook in hooks]):
             # encode first: an argument that cannot be sent must not leave an RRef behind
-            payload = self._encode(to, call.invocation)
+            payload = self._requests.encode(to, call.invocation)
             rref_id, fork_id = self._rrefs.new_id(), self._rrefs.new_id()
             try:
                 rref = self._rrefs.announce(rref_id, fork_id, to.id, users_line())
-                frame = self._frame(Kind.REMOTE, to, payload, meta_of(call, hooks, payload), func)
-                frame.rref_id, frame.fork_id = rref_id, fork_id
+                meta = meta_of(call, hooks, payload)
+                of_rref = rref_id, fork_id
+                frame = self._requests.frame(Kind.REMOTE, to, payload, meta, func, *of_rref)
                 creation = rref._begin_creation()
                 for hook in hooks:
                     rref._set_future(hook.after_send(call, rref._get_future()))
@@ -212,29 +214,21 @@ class Caller:
             call = self._outgoing("fetch", to, NOTHING)
             with all_of([hook.before_send(call) for hook in hooks]):
                 meta = meta_of(call, hooks)
-        frame = self._frame(Kind.FETCH, to, EMPTY, meta)
-        frame.rref_id = rref_id
+        frame = self._requests.frame(Kind.FETCH, to, meta=meta, rref_id=rref_id)
         request = Request(to, frame.call_id, timeout, (handle,), call, keeps_type=True)
         return self._post_and_wait(request, frame)
 
     def send_control(self, to: Member) -> None:
         """Send the pending messages of the RRef protocol for a worker."""
-        frame = self._frame(Kind.CONTROL, to, EMPTY)
+        frame = self._requests.frame(Kind.CONTROL, to)
 
         def on_ack(outcome: Outcome[Frame]) -> None:
             if isinstance(outcome, Value):
-                self._on_control_reply(to, outcome.value)
+                self._replies.on_control_reply(to, outcome.value)
             elif not isinstance(outcome.error, WorkerDiedError):
                 self._rrefs.on_send_failed(to.id)
 
         self._send(to, frame).on_done(on_ack, urgent=False)
-
-    def run_callback(self, task: Callable[[], None]) -> None:
-        """Run a task that may run users' code: here if this thread is a reader, else elsewhere."""
-        if is_reader():
-            task()
-        else:
-            self.threads.submit(task)
 
     def on_peer_lost(self, peer: Member, error: BaseException) -> None:
         """Fail the calls to a worker that left or died, but for those whose reply has arrived."""
@@ -259,38 +253,6 @@ class Caller:
     def _outgoing(self, mode: str, to: Member, invocation: Invocation) -> OutgoingCall:
         return OutgoingCall(mode, WorkerInfo(to.name, to.id), self._me, invocation)
 
-    def _encode(self, to: Member, invocation: Invocation) -> Payload:
-        worker = self._worker
-        func = invocation.func
-        try:
-            devices = worker.devices.of_calls(to.name)
-            shares_main = to.main == worker.members.me.main
-            how = to.id, shares_main, devices, worker.objects.at_hand
-            return worker.codec.encode_call(invocation, *how)
-        except NoDeviceError as exc:
-            raise refuse(exc.device, "Request", to.name) from None
-        except SerializationError as exc:
-            name = getattr(func, "__qualname__", repr(func))
-            raise SerializationError(
-                f"The call of {name} on RPC worker {to.name!r} {exc}"
-            ) from exc.__cause__
-
-    def _frame(
-        self,
-        kind: Kind,
-        to: Member,
-        payload: Payload,
-        meta: dict[str, Any] | None = None,
-        func: object = None,
-    ) -> Frame:
-        data, buffers, forks, _, objects = payload
-        ack, control = self._rrefs.take_pending(to.id)
-        number = self.new_id()
-        session, me = self._worker.session, self._me.id
-        is_async = hasattr(func, "_wrapped_async_rpc_function")
-        rest = meta, ack, control, forks, data, buffers, not is_prompt(func), objects
-        return Frame(kind, session, me, number, None, None, is_async, *rest)
-
     # -- calls that a thread waits for --------------------------------------------------------
 
     def _post_and_wait(self, request: Request, frame: Frame) -> Any:
@@ -312,7 +274,7 @@ class Caller:
             return self._send(request.to, frame)
         except BaseException:
             self._waiting.pop(request.id, None)
-            self._orphan(request, frame, functools.partial(self._on_late_reply, request))
+            self._orphan(request, frame, functools.partial(self._replies.release, request))
             raise
 
     def _orphan(
@@ -343,7 +305,7 @@ class Caller:
                     self.on_interrupted_wait(request)
                 raise
             try:
-                return self._open_reply(request, reply, taken)
+                return self._replies.decode(request, reply, taken)
             except BaseException:  # an interrupt may come before its RRefs are decoded
                 self._worker.codec.discard(reply.forks, taken)
                 raise
@@ -353,7 +315,7 @@ class Caller:
     def _abandon(self, request: Request, pending: Pending) -> None:
         """Stop waiting for a call, and release what its reply brings."""
         if self._waiting.pop(request.id, self) is not self:
-            pending.on_done(functools.partial(self._on_late_reply, request))
+            pending.on_done(functools.partial(self._replies.release, request))
 
     # -- calls that complete by callback ------------------------------------------------------
 
@@ -404,14 +366,14 @@ class Caller:
                 call.on_created()
             request = call.request
             if call.has_failed:
-                self._on_late_reply(request, outcome)
+                self._replies.release(request, outcome)
                 return
             result: Outcome[Any]
             if isinstance(outcome, Error):
                 result = call.failed(outcome.error)
             else:
                 try:
-                    result = Value(self._open_reply(request, outcome.value))
+                    result = Value(self._replies.decode(request, outcome.value))
                 except BaseException as exc:
                     if call.is_cheap(outcome) and is_interrupt(exc):
                         raise  # it interrupts this thread, not the call
@@ -424,50 +386,3 @@ class Caller:
             if call.finishers[:1] == [me]:
                 call.finishers.clear()
             raise
-
-    # -- replies ------------------------------------------------------------------------------
-
-    def _open_reply(self, request: Request, reply: Frame, taken: set[int] | None = None) -> Any:
-        """Return the value of a call, or raise its error; see ``Codec.decode`` for ``taken``."""
-        __tracebackhide__ = True
-        worker = self._worker
-        if reply.control or reply.ack:
-            self._take_control(request.to, reply)
-        if reply.kind is not Kind.VALUE:
-            remote = RemoteException(*pickle.loads(reply.data))
-            raise rebuild(remote, request.keeps_type)
-        refs = reply.objects.refs if reply.objects is not None else ()
-        value = worker.codec.decode(reply.data, reply.buffers, reply.forks, taken, refs)
-        if reply.forks:
-            self._rrefs.flush()
-        if reply.meta and request.call is not None:
-            for hook in self._hooks:
-                if hook.name in reply.meta:
-                    value = hook.on_result(request.call, value, reply.meta[hook.name])
-        return value
-
-    def _on_late_reply(self, request: Request, outcome: Outcome[Frame]) -> None:
-        """Release what a late reply brings; until then ``request`` keeps the lent handles."""
-        if isinstance(outcome, Value):
-            reply = outcome.value
-
-            def run() -> None:
-                for fork in reply.forks:
-                    self._rrefs.discard(fork)
-                self._on_control(request.to, reply)
-
-            self.threads.submit(run)
-
-    def _on_control_reply(self, to: Member, reply: Frame) -> None:
-        if reply.control:
-            self.run_callback(lambda: self._on_control(to, reply))
-        else:
-            self._take_control(to, reply)
-
-    def _on_control(self, to: Member, reply: Frame) -> None:
-        self._take_control(to, reply)
-        self._rrefs.flush()
-
-    def _take_control(self, to: Member, reply: Frame) -> None:
-        if self._worker.members.epochs.get(to.id) == to.epoch:  # no successor has its id
-            self._rrefs.on_control(to.id, reply.ack, reply.control)

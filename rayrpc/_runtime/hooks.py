@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayrpc._protocol.ids import WorkerInfo
-from rayrpc._protocol.messages import EMPTY, Payload, size_of
+from rayrpc._protocol.messages import EMPTY, Meta, Payload, size_of
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import WorkerDiedError
 
-__all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of", "meta_of"]
+__all__ = ["Hook", "IncomingCall", "OutgoingCall", "all_of", "hooks_in", "meta_of"]
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class OutgoingCall:
     to: WorkerInfo
     src: WorkerInfo
     invocation: Invocation
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: Meta = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     payload: Payload | None = None
 
@@ -72,8 +72,8 @@ class IncomingCall:
 
     src: int
     invocation: Invocation | None
-    meta: dict[str, Any]
-    reply_meta: dict[str, Any] = field(default_factory=dict)
+    meta: Meta
+    reply_meta: Meta = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     arrived: float = 0.0
     taken: float = 0.0
@@ -159,9 +159,12 @@ def _entered_in_turn(steps: Sequence[AbstractContextManager[Any]]) -> Iterator[N
         yield
 
 
-def meta_of(
-    call: OutgoingCall, hooks: list[Hook], payload: Payload = EMPTY
-) -> dict[str, Any] | None:
+def hooks_in(meta: Meta, hooks: Sequence[Hook]) -> list[Hook]:
+    """Return the hooks that have an entry in a frame's ``meta``."""
+    return [hook for hook in hooks if hook.name in meta]
+
+
+def meta_of(call: OutgoingCall, hooks: list[Hook], payload: Payload = EMPTY) -> Meta | None:
     """Return what the hooks send with an encoded call."""
     call.payload = payload
     for hook in hooks:

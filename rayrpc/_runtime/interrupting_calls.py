@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from torch.futures import Future
 
@@ -129,7 +129,7 @@ def _module(frame: FrameType) -> str:
 
 
 def guarded(
-    instead: Callable[..., T],
+    instead: Callable[..., Any],
 ) -> Callable[[Callable[Concatenate[C, P], T]], Callable[Concatenate[C, P], T]]:
     """Decorate a method that makes a call.
 
@@ -143,7 +143,8 @@ def guarded(
         def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
             __tracebackhide__ = True
             if (_here.calls or _collector) and _is_interrupting():
-                return instead(self.interrupting, functools.partial(method, self), *args, **kwargs)
+                made = functools.partial(method, self)
+                return cast(T, instead(self.interrupting, made, *args, **kwargs))
             outer = _here.calls
             _here.calls = True
             try:

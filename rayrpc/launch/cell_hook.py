@@ -54,11 +54,11 @@ def follow_cells_here(agent: Agent) -> None:
     """
     if not any(isinstance(hook, CellHook) for hook in agent.hooks):
         agent.hooks.append(CellHook(frozenset({"async", "remote"}), cell_here, shown_in))
-        agent.callee.prints_errors = False
+        agent.callee.replies.prints_errors = False
 
 
 def follow_cells_of_calls(agent: Agent) -> None:
     """Have the calls that a worker serves run for their cells, which show their errors, too."""
     modes = frozenset({"sync", "async", "remote"})
     agent.hooks.append(CellHook(modes, calling_cell.get, within_cell))
-    agent.callee.prints_errors = False
+    agent.callee.replies.prints_errors = False

@@ -138,12 +138,12 @@ class TestRefusals:
 
 class TestReplies:
     def test_an_error_is_described_with_where_it_came_from(self, requests, b):
-        b.agent.callee.prints_errors = False
+        b.agent.callee.replies.prints_errors = False
         described = error_of(b.agent.callee.serve(requests(fail)))
         assert "as expected" in described.msg and "in fail" in described.msg
 
     def test_a_result_that_cannot_be_sent_is_an_error(self, requests, b):
-        b.agent.callee.prints_errors = False
+        b.agent.callee.replies.prints_errors = False
         text = error_of(b.agent.callee.serve(requests(make_lock))).msg
         assert "A result of RPC worker 'b' cannot be sent to another worker" in text
 
@@ -153,7 +153,7 @@ class TestReplies:
         b.agent.callee.before_reply(lambda call, outcome: ended.append((2, call.func, outcome)))
         b.agent.callee.serve(requests(add, 1, 2))
         assert ended == [(1, add, Value(3)), (2, add, Value(3))]
-        b.agent.callee.prints_errors = False
+        b.agent.callee.replies.prints_errors = False
         b.agent.callee.serve(requests(fail))
         assert isinstance(ended[-1][2], Error)
 

@@ -151,7 +151,7 @@ def test_closing_fails_the_calls_under_way(a, held, in_thread):
     future = a.future("b", add, 1, 2)
     assert eventually(lambda: len(held.frames) == 2)
     a.agent.caller.close()
-    a.agent.notify()
+    a.agent.members.notify()
     with pytest.raises(CallError, match="RPC was shut down on this worker"):
         future.wait()
     held.fail(0, CallError("the transport is closed"))

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from memory_workers import memory_group
 
+from rayrpc._concurrency.outcome import Value
 from rayrpc._protocol.ids import EPOCH_BITS
 from rayrpc._protocol.membership import Change
 from rayrpc._protocol.messages import Frame, Kind, UserDelete
+from rayrpc._protocol.transport import PendingReply
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def test_a_late_call_of_the_former_one_is_refused(a, former, successor, monkeypa
     table = a.table
     table._enqueue(1, UserDelete, rref_id, fork_id)  # for the successor
     control = (UserDelete(0, rref_id, fork_id),)
-    frame = Frame(kind, session, 1, 7, rref_id, fork_id, ack=9, control=control)
+    frame = Frame(kind, session, 1, 7, rref_id=rref_id, fork_id=fork_id, ack=9, control=control)
     reply = a.agent.callee.serve(frame)
     assert reply.kind is Kind.ERROR and reply.control == ()
     text = pickle.loads(reply.data)[0]
@@ -67,20 +69,34 @@ def test_a_late_call_of_the_former_one_is_refused(a, former, successor, monkeypa
     assert table.pending_workers() == [1]
 
 
-def test_the_rref_messages_of_its_late_replies_are_dropped(a, former, successor, monkeypatch):
+def test_the_rref_messages_of_its_late_replies_are_dropped(start, a, former, monkeypatch):
     messages = applied(a, monkeypatch)
-    reply = Frame(Kind.VALUE, a.agent._snapshot.session, 1, 7, ack=9)
-    a.agent.caller._on_control(former.member, reply)
-    assert messages == []
-    a.agent.caller._on_control(successor.member, reply)
-    assert messages == [(1, 9, ())]
+    sent: list[PendingReply] = []
+
+    def call(peer, frame):
+        sent.append(PendingReply())
+        return sent[-1]
+
+    def reply(pending):
+        pending.complete(Value(Frame(Kind.VALUE, 0, 1, 7, ack=9)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(a.transport, "call", call)
+        a.agent.caller.send_control(former.member)
+        former.agent.shutdown()
+        successor = start("b")
+        reply(sent[0])
+        assert messages == []
+        a.agent.caller.send_control(successor.member)
+        reply(sent[1])
+        assert messages == [(1, 9, ())]
 
 
-def test_a_successor_may_call_before_the_news_of_it_arrives(start, a, former):
+def test_a_successor_may_call_before_it_is_reported(start, a, former):
     a.directory.close()  # from now on it gets no changes by itself
     former.agent.shutdown()
     a.agent._apply([Change(3, "left", former.member)])
     successor = start("b")
-    a.agent._members._fetch = successor.directory.members
+    a.agent.members._fetch = successor.directory.members
     rref = successor.remote("a", max, 1, 2)
     assert rref.to_here() == 2
