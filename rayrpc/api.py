@@ -7,55 +7,66 @@ each use, and other workers find the targets of its calls here.
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, overload
+from enum import Enum
+from typing import Any, TypeVar, cast, overload
 
 from torch.futures import Future
 
-from rayrpc import config, internal
+from rayrpc import config
 from rayrpc._autograd.leader import run_backward
 from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.all_gather import (
+from rayrpc._runtime.all_gather import (  # noqa: F401  torch's api has these names
     AllGatherStates,
     Calls,
     _all_gather_dict_lock,
     _all_gather_sequence_id,
     _all_gather_sequence_id_to_states,
-    _ended,
+    forget_gatherings,
     gather,
     receive_all,
     receive_one,
 )
 from rayrpc._runtime.current import get_agent as _get_current_rpc_agent
+from rayrpc._runtime.current import initialized_agent as _initialized
 from rayrpc._runtime.current import is_set as _is_current_rpc_agent_set
+from rayrpc._runtime.current import require_initialized as _require_initialized
 from rayrpc._runtime.invocation import Args, AsyncFunction, Function, Invocation, Kwargs, To, prompt
-from rayrpc._runtime.operators import check_operator
-from rayrpc._runtime.torch_names import (  # noqa: F401  as above
+from rayrpc._runtime.native_names import (  # noqa: F401  torch's api has these names
     _cleanup_python_rpc_handler,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
+    _get_debug_info,
+    _reset_current_rpc_agent,
+    _rref_context_get_debug_info,
+    _set_and_start_rpc_agent,
+    _set_rpc_timeout,
+    enable_gil_profiling,
+    get_rpc_timeout,
+)
+from rayrpc._runtime.torch_names import (  # noqa: F401  torch's api has these names
     _invoke_rpc,
     _rref_typeof_on_owner,
     _rref_typeof_on_user,
     _to_worker_info,
-    enable_gil_profiling,
 )
 from rayrpc._runtime.user_api import ModuleApi
-from rayrpc.errors import NotInitializedError
 from rayrpc.futures import wait_all as _wait_for_futures
 from rayrpc.internal import (  # noqa: F401  torch's api has these names
     PythonUDF,
     RPCExecMode,
     _build_rpc_profiling_key,
     _internal_rpc_pickler,
+    prepare,
 )
-from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from rayrpc.rref_proxy import PyRRef, RRef
 from rayrpc.startup import choose_backend, open_backend
 
@@ -74,7 +85,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # RRefs that are alive at shutdown are an error only if this is False.
@@ -82,24 +92,6 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _ALL_WORKER_NAMES: set[str] = set()
 _thread_local_var = threading.local()
-
-
-def _initialized() -> Any:
-    """Return the agent; raise torch's error before ``init_rpc``."""
-    if not _is_current_rpc_agent_set():
-        raise NotInitializedError(current.NOT_INITIALIZED)
-    return _get_current_rpc_agent()
-
-
-def _require_initialized(func: Callable[P, T]) -> Callable[P, T]:
-    """Raise torch's error where ``func`` is called before ``init_rpc``."""
-
-    @functools.wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        _initialized()
-        return func(*args, **kwargs)
-
-    return wrapper
 
 
 @contextmanager
@@ -118,10 +110,10 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 
 def init_rpc(
     name: str,
-    backend: Any = None,
+    backend: Enum | None = None,
     rank: int = -1,
     world_size: int | None = None,
-    rpc_backend_options: Any = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
     """Join a group of workers, to call them and serve their calls.
 
@@ -164,23 +156,9 @@ def _init_rpc_backend(
 def _init_rpc_states(agent: Any) -> None:
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
-    with _all_gather_dict_lock:
-        _all_gather_sequence_id.clear()
-        _all_gather_sequence_id_to_states.clear()
-        _ended.clear()
+    forget_gatherings()
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
-
-
-def _set_and_start_rpc_agent(agent: Any) -> None:
-    # in this order: the first call may come at once, and use RPC itself
-    current.set_agent(agent)
-    if isinstance(agent, Agent):
-        agent.start()
-
-
-def _reset_current_rpc_agent() -> None:
-    current.set_agent(None)
 
 
 @_require_initialized
@@ -203,7 +181,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if graceful and not current.has_left():
             if not isinstance(agent, Agent):
                 _wait_all_workers(timeout)
-            elif agent.is_static_group:
+            elif agent.members.is_static:
                 _wait_all_workers(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
                 agent.join(shutdown=True, timeout=timeout)
@@ -224,29 +202,13 @@ def _finalize_shutdown() -> None:
         _reset_current_rpc_agent()
 
 
-def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
-    _get_current_rpc_agent().rrefs.delete_all(timeout)
-
-
-def _destroy_rref_context(ignore_leak: bool) -> None:
-    if not ignore_leak:
-        _get_current_rpc_agent().rrefs.check_leaks()
-
-
 # -- calls --------------------------------------------------------------------------------------
 
 user_api = ModuleApi(sys.modules[__name__], LazyRemote, run_backward)
 
 
 def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation:
-    if isinstance(args, str) or not isinstance(args or (), Iterable):
-        raise TypeError(f"args must be a tuple of arguments, got {args!r}")
-    if not callable(func):
-        raise TypeError("function should be callable.")
-    check_operator(func, args or (), kwargs or {})
-    if _default_pickler is _internal_rpc_pickler:
-        return Invocation(func, args or (), kwargs or {})
-    return internal.pickled_invocation(_default_pickler, func, args or (), kwargs or {})
+    return prepare(_default_pickler, func, args, kwargs)
 
 
 @overload
@@ -350,10 +312,10 @@ def remote(
     Source: ``torch.distributed.rpc.remote``.
     """
     agent = _initialized()
-    rref: RRef[Any] = agent.caller.remote(
+    rref = agent.caller.remote(
         agent.lookup(to, timeout), _prepare(func, args, kwargs), agent.resolve_timeout(timeout)
     )
-    return rref
+    return cast(RRef[Any], rref)
 
 
 @contextmanager
@@ -388,43 +350,6 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     Source: ``torch.distributed.rpc.get_worker_info``.
     """
     return _get_current_rpc_agent().get_worker_info(worker_name)
-
-
-def get_rpc_timeout() -> float:
-    """Return the default timeout of calls.
-
-    Returns:
-        In seconds; 0: none.
-
-    Raises:
-        RuntimeError: RPC is not initialized.
-
-    Source: ``torch.distributed.rpc.get_rpc_timeout``.
-    """
-    return float(_get_current_rpc_agent().rpc_timeout)
-
-
-@_require_initialized
-def _set_rpc_timeout(rpcTimeoutSeconds: float) -> None:
-    """Set the default timeout of calls in seconds; 0: none."""
-    agent = _get_current_rpc_agent()
-    agent.rpc_timeout = agent.resolve_timeout(rpcTimeoutSeconds) or 0.0
-
-
-@_require_initialized
-def _rref_context_get_debug_info() -> dict[str, str]:
-    """Return counters of RRefs."""
-    return _get_current_rpc_agent().rrefs.debug_info()
-
-
-@_require_initialized
-def _get_debug_info() -> dict[str, str]:
-    """Return all counters: of RRefs, of the agent, of distributed autograd."""
-    agent = _get_current_rpc_agent()
-    info = {**agent.rrefs.debug_info(), **agent.get_debug_info()}
-    for hook in agent.hooks:
-        info.update(hook.debug_info())
-    return info
 
 
 # -- gathering ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ The names are those of ``torch.distributed.rpc.internal``.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ import torch
 
 from rayrpc._observe.profiler import profiling_key
 from rayrpc._runtime import current
-from rayrpc._runtime.invocation import Invocation
+from rayrpc._runtime.invocation import Args, Invocation, Kwargs
+from rayrpc._runtime.operators import check_operator
 from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._runtime.serialization.codec import dump_tables, load_tables
 from rayrpc._runtime.serialization.reducers import add_reducer
@@ -123,6 +124,26 @@ def run_pickled(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
 
 run_pickled_async = async_execution(run_pickled)
 run_pickled_async.__name__ = run_pickled_async.__qualname__ = "run_pickled_async"
+
+
+def prepare(pickler: Any, func: Any, args: Args, kwargs: Kwargs) -> Invocation:
+    """Return the call that a user makes.
+
+    Args:
+        pickler: with ``serialize``; a user's, or ``_internal_rpc_pickler``.
+        func, args, kwargs: of the call, as the user gives them.
+
+    Raises:
+        TypeError: they are none, or no schema of the operator takes them.
+    """
+    if isinstance(args, str) or not isinstance(args or (), Iterable):
+        raise TypeError(f"args must be a tuple of arguments, got {args!r}")
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    check_operator(func, args or (), kwargs or {})
+    if pickler is _internal_rpc_pickler:
+        return Invocation(func, args or (), kwargs or {})
+    return pickled_invocation(pickler, func, args or (), kwargs or {})
 
 
 def pickled_invocation(pickler: Any, func: Any, args: Any, kwargs: Any) -> Invocation:

@@ -18,13 +18,12 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error, attempt, fresh
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.waiting import Event
-from rayrpc._protocol.ids import GloballyUniqueId
 from rayrpc._runtime import current, served_streams
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.call_errors import timed_out
@@ -33,6 +32,7 @@ from rayrpc._runtime.served_streams import Ended, advance, open_iterator
 from rayrpc.api import _prepare
 from rayrpc.errors import ConfigError, WorkerDiedError
 from rayrpc.options import UNSET_RPC_TIMEOUT
+from rayrpc.rref_proxy import RRef
 
 __all__ = ["Stream", "open_stream", "stream"]
 
@@ -128,11 +128,12 @@ class Stream(Generic[T]):
         self._begun = Event()  # it has
         # the iterator lives as long as this RRef; None: the stream has ended
         opening = Invocation(open_iterator, tuple(invocation))
-        self._rref: Any = agent.caller.remote(self._to, opening, None)  # waits have the timeout
-        self._id: GloballyUniqueId = self._rref._rref_id
-        if self._rref.is_owner():
-            agent.callee.streams.add_own(self._id, self._rref)
-        self._opened = self._rref._get_future()
+        rref = cast(RRef[Any], agent.caller.remote(self._to, opening, None))  # waits have a timeout
+        self._rref: Any = rref
+        self._id = rref._rref_id
+        if rref.is_owner():
+            agent.callee.streams.add_own(self._id, rref)
+        self._opened = rref._get_future()
         agent.caller.streams.add(self)
         if not any(hook.of_thread and hook.wants() for hook in agent.hooks):
             # else the thread that iterates begins

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from rayrpc._protocol.origin import Origin
 
 __all__ = [
+    "Address",
     "Admitted",
     "Change",
     "Decision",
@@ -38,6 +39,9 @@ __all__ = [
     "rank_taken",
 ]
 
+
+#: what a transport needs to reach a worker; the directory passes it on
+Address = Any
 
 #: marks a member that only calls the others, in its ``extra``
 GUEST = "guest"
@@ -56,7 +60,7 @@ class Member:
         name (str): the worker's name.
         id (int): its rank; -1 in a request: any free one (dynamic groups).
         world_size (int | None): size of the group that it joins; None: dynamic.
-        address (Any): what a transport needs to reach it.
+        address (Address): what a transport needs to reach it.
         node (str): address of its node.
         pid (int): id of its process.
         main (str): identity of its ``__main__``; workers with equal ones send the functions of
@@ -71,7 +75,7 @@ class Member:
     name: str
     id: int
     world_size: int | None = None
-    address: Any = None
+    address: Address = None
     node: str = ""
     pid: int = 0
     main: str = ""

@@ -6,6 +6,8 @@ import atexit
 import functools
 import logging
 import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.rrefs.home import NO_AGENT, set_home
@@ -25,10 +27,14 @@ __all__ = [
     "leave",
     "names",
     "remove",
+    "require_initialized",
     "set_agent",
 ]
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NOT_INITIALIZED = "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
 
@@ -66,6 +72,17 @@ def initialized_agent() -> Agent:
     if _agent is None:
         raise NotInitializedError(NOT_INITIALIZED)
     return _agent
+
+
+def require_initialized(func: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that raises torch's error before ``init_rpc``."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        initialized_agent()
+        return func(*args, **kwargs)
+
+    return wrapper
 
 
 def any_agent() -> Agent:

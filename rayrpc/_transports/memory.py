@@ -11,7 +11,15 @@ from weakref import WeakSet
 from rayrpc._concurrency.outcome import Error
 from rayrpc._concurrency.threads import ThreadCache
 from rayrpc._protocol.group import Group
-from rayrpc._protocol.membership import Change, Decision, Member, Refused, Session, Snapshot
+from rayrpc._protocol.membership import (
+    Address,
+    Change,
+    Decision,
+    Member,
+    Refused,
+    Session,
+    Snapshot,
+)
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Directory, Pending, PendingReply, Serve, Transport, copied
 from rayrpc._transports.expected_replies import ExpectedReplies
@@ -61,7 +69,7 @@ class MemoryTransport(Transport):
         self._replies = ExpectedReplies(lambda worker_id: self._find(worker_id))
 
     @property
-    def address(self) -> Any:
+    def address(self) -> Address:
         return self._address
 
     @property

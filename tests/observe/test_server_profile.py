@@ -13,7 +13,7 @@ from torch.autograd import profiler_legacy
 from rayrpc._observe import server_profile
 from rayrpc._observe.profiler import ProfilerHook
 from rayrpc._runtime import current
-from rayrpc._runtime.torch_names import enable_gil_profiling
+from rayrpc._runtime.native_names import enable_gil_profiling
 
 _autograd: Any = torch.autograd
 CONFIG = _autograd.ProfilerConfig(

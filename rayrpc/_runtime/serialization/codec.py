@@ -23,7 +23,7 @@ import torch
 from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 from rayrpc._concurrency.outcome import Value, text_of
-from rayrpc._protocol.messages import PLAIN_TYPES, Fork, Payload, SharedForks
+from rayrpc._protocol.messages import PLAIN_TYPES, Buffer, Fork, Payload, SharedForks
 from rayrpc._runtime.current_call import is_interrupt
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.devices import DeviceMap, reduce_mapped
@@ -241,7 +241,7 @@ class Codec:
     def decode(
         self,
         data: bytes,
-        buffers: Sequence[Any],
+        buffers: Sequence[Buffer],
         forks: Sequence[Fork],
         taken: set[int] | None = None,
         objects: Sequence[Any] = (),
@@ -290,7 +290,7 @@ class Codec:
                 self._sharer.discard(fork)
                 taken.add(position)
 
-    def _load(self, data: bytes, buffers: Sequence[Any]) -> Any:
+    def _load(self, data: bytes, buffers: Sequence[Buffer]) -> Any:
         outer = session.sharer
         session.sharer = self._sharer
         try:
