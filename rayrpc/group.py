@@ -75,7 +75,7 @@ class Group:
         """
         return [
             WorkerInfo(member.name, member.id)
-            for member in self._agent.members()
+            for member in self._agent.members.all()
             if fnmatch.fnmatchcase(member.name, pattern) and not member.is_guest
         ]
 
@@ -317,7 +317,7 @@ class Group:
             return
         try:
             if graceful and not agent.has_left:
-                joins = agent.is_static_group and not agent.member.is_guest
+                joins = agent.members.is_static and not agent.member.is_guest
                 wait = functools.partial(agent.join, True) if joins else agent.drain
                 wait(timeout=timeout)
                 agent.rrefs.delete_all(DELETE_SECONDS)

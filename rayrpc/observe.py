@@ -50,7 +50,7 @@ def status(timeout: float = 5.0) -> GroupStatus:
     agent = current.initialized_agent()
     answers = [
         (member, answer if isinstance(answer, bytes) else str(answer) or "does not answer")
-        for member, answer in agent.inspect(b"stacks", timeout)
+        for member, answer in agent.inspection.request(b"stacks", timeout)
     ]
     return GroupStatus.of(agent.key, str(agent.member.origin), answers)
 
@@ -78,10 +78,10 @@ def rrefs(timeout: float = 5.0) -> RRefList:
     agent = current.initialized_agent()
     answers = [
         (member.id, answer)
-        for member, answer in agent.inspect(b"rrefs", timeout)
+        for member, answer in agent.inspection.request(b"rrefs", timeout)
         if isinstance(answer, bytes) and answer
     ]
-    return RRefList.of({member.id: member.name for member in agent.members()}, answers)
+    return RRefList.of({member.id: member.name for member in agent.members.all()}, answers)
 
 
 @contextlib.contextmanager
@@ -107,8 +107,8 @@ def profile(path: str | Path | None = None) -> Iterator[Trace]:
     Source: rayrpc's own.
     """
     agent = current.initialized_agent()
-    others = [member for member in agent.members() if member.token != agent.member.token]
-    made = Trace(names={member.id: member.name for member in agent.members()})
+    others = [member for member in agent.members.all() if member.token != agent.member.token]
+    made = Trace(names={member.id: member.name for member in agent.members.all()})
     run = uuid.uuid4().hex
     started: list[Member] = []
     try:

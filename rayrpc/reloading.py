@@ -77,7 +77,7 @@ def reload_on_workers(agent: Agent, modules: Iterable[ModuleType]) -> None:
     """
     sources = [_source_of(module) for module in modules]
     mine = agent.member.token
-    workers = [each for each in agent.members() if each.token != mine and not each.is_guest]
+    workers = [each for each in agent.members.all() if each.token != mine and not each.is_guest]
     call, timeout = Invocation(load_again, (sources,)), agent.default_timeout
     futures = [agent.caller.future(worker, call, timeout) for worker in workers]
     for outcome in [attempt(future.wait) for future in futures]:  # after all have ended

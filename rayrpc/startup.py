@@ -30,7 +30,7 @@ from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.call_errors import name_of
 from rayrpc._runtime.main_identity import main_identity
-from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._runtime.rrefs.handle import make_handle
 from rayrpc._runtime.serialization.global_versions import this_process
 from rayrpc._runtime.serialization.reducers import add_object_type
 from rayrpc._runtime.serialization.shared_globals import forget
@@ -214,7 +214,6 @@ def make_agent(
         transport.close()
         raise
     extend_futures(_call_of)
-    contexts = GradContexts()
     objects = open_objects(name, encode_stored, decode_stored)
     add_object_type(objects.type)
     agent = Agent(
@@ -223,13 +222,13 @@ def make_agent(
         directory,
         place.key,
         options,
-        rref_maker,
+        make_handle,
         user_api,
-        [ProfilerHook(snapshot.me.id), contexts],
         objects,
     )
+    first = 0 if role is Role.DEFAULT else first_number(place.key)
+    agent.hooks += [ProfilerHook(snapshot.me.id), GradContexts(agent, first)]
     agent.observers.add(_forget_globals, "left", "died")
-    contexts.attach(agent, 0 if role is Role.DEFAULT else first_number(place.key))
     if settings.cancel_on_interrupt:
         agent.caller.on_interrupted_wait = agent.cancelling.notify
     if settings.profile_calls:
@@ -268,7 +267,9 @@ def _call_of(future: object) -> tuple[str, float] | None:
 def _forget_globals(change: Change) -> None:
     """Drop the globals of functions that a process has sent, when it has left all groups."""
     process = change.member.extra.get(PROCESS, "")
-    present = (each.extra.get(PROCESS) for agent in current.agents() for each in agent.members())
+    present = (
+        each.extra.get(PROCESS) for agent in current.agents() for each in agent.members.all()
+    )
     if process not in present:
         forget(process)
 

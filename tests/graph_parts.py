@@ -97,7 +97,7 @@ class FakeWorker:
         self.calls = []
         self.submitted = []
         self.waits = NotedWaits()
-        self.agent = self  # it stands for the contexts of its agent, too
+        self.agent = self.members = self  # it stands for the contexts of its agent, too
         for module in (explore, leader, participant):
             monkeypatch.setattr(module, "call_without_context", self.call)
         for module in (explore, part_calls, participant):

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from rayrpc import api
-from rayrpc._autograd.hook import GradContexts
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._runtime.rrefs.handle import make_handle
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
 
@@ -35,13 +34,10 @@ class MemoryWorker:
             self.directory,
             "key",
             TensorPipeRpcBackendOptions(**options),
-            rref_maker,
+            make_handle,
             api.user_api,
-            list(hooks),
         )
-        for hook in hooks:
-            if isinstance(hook, GradContexts):
-                hook.attach(self.agent)
+        self.agent.hooks += hooks
         self.agent.start()
 
     @property

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from rayrpc._autograd.context import DistAutogradContext, TensorKey
+from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._autograd.context_messages import TensorKey
 from rayrpc._autograd.current_context import (
     ContextFuture,
     UseContext,
@@ -47,37 +48,28 @@ class GradContexts(Hook):
     """Hold the contexts of one worker in its group; other groups' calls take no part in them.
 
     A thread is in one context at most, of whatever group.
+
+    Args:
+        agent (Agent): of the worker.
+        first (int): number of its first context; ``first_number`` has that of another group.
     """
 
     name = AUTOGRAD
     of_thread = True
 
-    #: of the worker
-    agent: Agent
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._contexts: dict[int, DistAutogradContext] = {}
-        self._released: dict[int, None] = {}  # the latest, in order
-        self._to_notify: dict[int, list[int]] = {}  # released contexts, by worker
-        self._notifies = False  # a thread runs ``_notify_late``
-        self._passes = 0  # backward passes under way
-
-    def attach(self, agent: Agent, first: int = 0) -> None:
-        """Make ids for an agent's contexts and messages, and send by that agent.
-
-        Call it once, before the agent's first call.
-
-        Args:
-            agent: of the worker.
-            first: number of its first context; ``first_number`` has that of another group.
-        """
+    def __init__(self, agent: Agent, first: int = 0) -> None:
         self.agent = agent
         self._me = agent.info.id
         number = (agent.member.epoch << EPOCH_BITS) + first
         first = (self._me << ID_BITS) + number % (1 << ID_BITS)
         self._next_context = itertools.count(first).__next__
         self._next_message = itertools.count(first + 1).__next__
+        self._lock = threading.Lock()
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self._released: dict[int, None] = {}  # the latest, in order
+        self._to_notify: dict[int, list[int]] = {}  # released contexts, by worker
+        self._notifies = False  # a thread runs ``_notify_late``
+        self._passes = 0  # backward passes under way
 
     def new_id(self) -> int:
         """Return the number of a message or a pass; no other has it."""
@@ -169,9 +161,9 @@ class GradContexts(Hook):
             self._remember_released(context.id)
         if not (is_first or again):
             return
-        for part in list(context.passes.values()):
+        for part in context.passes.under_way():
             part.fail(RpcError(f"autograd context {context.id} was released"))
-        for worker in context.known_workers - informed - {self._me}:
+        for worker in context.callees() - informed - {self._me}:
             self._notify(worker, context.id)
 
     def _remember_released(self, context_id: int) -> None:
@@ -205,7 +197,7 @@ class GradContexts(Hook):
                 goes_on = self._notifies = bool(seen)
             for worker, context_ids in notices:
                 agent = self.agent
-                if agent.find(worker) is None:
+                if agent.members.find(worker) is None:
                     continue
                 args = context_ids, self._me
                 with contextlib.suppress(RpcError):  # RPC was shut down, or the worker just left
@@ -214,11 +206,11 @@ class GradContexts(Hook):
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
         """End passes that need a worker; release contexts that no other worker will release."""
         for context in list(self._contexts.values()):
-            for part in list(context.passes.values()):
+            for part in context.passes.under_way():
                 part.on_peer_lost(worker, error)
             opener = context.id >> ID_BITS
-            context.callers.discard(worker)
-            if opener == worker or (opener != self._me and not context.callers):
+            has_callers = context.remove_caller(worker)
+            if opener == worker or (opener != self._me and not has_callers):
                 self._release(context, {worker})
 
     def count_pass(self, change: int) -> None:
@@ -258,8 +250,8 @@ class GradContexts(Hook):
         if AUTOGRAD not in call.notes:
             return
         context, recorder = call.notes[AUTOGRAD]
-        context.add_send_function(recorder, call.to.id)
-        context.known_workers.add(call.to.id)
+        context.messages.add_sent(recorder, call.to.id)
+        context.add_callee(call.to.id)
         if self._contexts.get(context.id) is not context:  # it was released meanwhile
             self._notify(call.to.id, context.id)
         released: Sequence[int] = ()
@@ -281,7 +273,7 @@ class GradContexts(Hook):
                 context = DistAutogradContext(context_id, self)
                 if context_id not in self._released:  # else this call was late
                     self._contexts[context_id] = context
-            context.callers.add(call.src)
+            context.add_caller(call.src)
         call.notes[AUTOGRAD] = [context, None]
         self._attach_message(context, message_id, call.src)
         return UseContext(context)
@@ -298,24 +290,23 @@ class GradContexts(Hook):
 
     def after_encode_reply(self, call: IncomingCall) -> None:
         context, recorder = call.notes[AUTOGRAD]
-        if context.add_send_function(recorder, call.src):
+        if context.messages.add_sent(recorder, call.src):
             dependencies: dict[TensorKey, list[TensorKey]] = {}
             with contextlib.suppress(RpcError):  # raised again in the pass that explores it
-                dependencies = context.all_dependencies(self._me, recorder.message_id)
+                dependencies = context.messages.all_dependencies(self._me, recorder.message_id)
             call.reply_meta[AUTOGRAD] = recorder.message_id, dependencies
 
     def on_result(self, call: OutgoingCall, value: Any, meta: Any) -> Any:
         message_id, dependencies = meta
         context = call.notes[AUTOGRAD][0]
         self._attach_message(context, message_id, call.to.id)
-        context.dependencies.update(dependencies)
+        context.messages.add_dependencies(dependencies)
         return value
 
     def _attach_message(self, context: DistAutogradContext, message_id: int, sender: int) -> None:
         node = attach_received(message_id)
         if node is not None:
-            node.sender = sender
-            context.receives[message_id] = node
+            context.messages.add_received(message_id, node, sender)
 
 
 def first_number(group: str) -> int:

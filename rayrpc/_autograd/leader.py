@@ -27,13 +27,14 @@ from typing import Any
 
 import torch
 
-from rayrpc._autograd.context import DistAutogradContext, Gradients
+from rayrpc._autograd.context import DistAutogradContext
 from rayrpc._autograd.current_context import call_without_context, start_without_context
 from rayrpc._autograd.explore import explore
 from rayrpc._autograd.graph import ROOTS, Entry
 from rayrpc._autograd.hook import contexts_of
 from rayrpc._autograd.part_calls import ENDED, NEEDS_GRADIENTS, PENDING, Reply, abort_part
 from rayrpc._autograd.participant import BACKWARD, DONE, FAILED, Participant, begin_part, names_of
+from rayrpc._autograd.passes import Gradients
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
@@ -203,7 +204,7 @@ class Leader(Participant):
     def _abort_others(self) -> None:
         error = RpcError(f"the backward pass of worker {self._me} failed elsewhere")
         for worker, status in self._status.items():
-            if status != UNSTARTED and self._agent.find(worker) is not None:
+            if status != UNSTARTED and self._agent.members.find(worker) is not None:
                 with contextlib.suppress(RpcError):  # RPC was shut down, or the worker just left
                     args = (self._context.id, self.id, error)
                     call_without_context(self._agent, worker, abort_part, args, None)
@@ -229,10 +230,10 @@ def run_backward(
     context = contexts.find_context(context_id)
     _check(roots)
     edges = {slot: (root.grad_fn, root.output_nr) for slot, root in enumerate(roots)}
-    root = Entry(edges, context.is_exit)
+    root = Entry(edges, context.messages.is_exit)
     others = explore(context, root)
     here = others.pop(contexts.agent.info.id, {})
-    entries = {number: context.entry(number, slots) for number, slots in here.items()}
+    entries = {number: context.messages.entry(number, slots) for number, slots in here.items()}
     entries[ROOTS] = root
     leader = Leader(context, contexts.new_id(), entries, retain, others)
     try:

@@ -131,7 +131,7 @@ class _Workers:
         names = [info.name for info in agent.get_worker_infos()]
         if any(name.startswith(WORKER_PREFIX) for name in names):
             names = [name for name in names if name.startswith(WORKER_PREFIX)]
-        elif not agent.is_static_group:
+        elif not agent.members.is_static:
             return []
         others = [name for name in names if name != agent.info.name]
         return sorted(others) or names

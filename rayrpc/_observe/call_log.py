@@ -28,7 +28,7 @@ class CallLog(Hook):
     name = "log"
 
     def __init__(self, agent: Agent) -> None:
-        self._find = agent.find
+        self._find = agent.members.find
         self._worker = agent.info.name
 
     def before_send(self, call: OutgoingCall) -> AbstractContextManager[Any]:

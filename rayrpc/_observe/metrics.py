@@ -57,7 +57,7 @@ class Metrics:
         self._times = 0
         self._made = 0
         self._sent: dict[str, int] = {}  # bytes by way
-        self._members = {each.token for each in agent.members()}  # their tokens
+        self._members = {each.token for each in agent.members.all()}  # their tokens
         self._closed = Event()
         self._thread = SingleThread(self._run, "rayrpc-metrics", "there are no metrics")
 
@@ -75,7 +75,7 @@ class Metrics:
     def _note(self, call: ServedCall, outcome: Outcome[Any]) -> None:
         """Count a call whose function has ended, in the thread that replies."""
         seconds = time.monotonic() - call.since
-        caller = self._agent.find(call.src)
+        caller = self._agent.members.find(call.src)
         try:
             function = function_name(call.func)
         except Exception:  # the program's callable raises it
@@ -131,7 +131,7 @@ class Metrics:
         owned, held = agent.rrefs.counts()
         self._record("rayrpc_rrefs_owned", owned)
         self._record("rayrpc_rrefs_held", held)
-        known, self._members = self._members, {each.token for each in agent.members()}
+        known, self._members = self._members, {each.token for each in agent.members.all()}
         self._record("rayrpc_members", len(self._members))
         self._record("rayrpc_joins", len(self._members - known))
         self._record("rayrpc_leaves", len(known - self._members))

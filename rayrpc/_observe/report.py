@@ -178,7 +178,7 @@ class Inspector:
     def _served(self, call: ServedCall, calls: list[ServedCall], now: float) -> dict[str, Any]:
         is_fetch = call.rref_id is not None and call.cell is None
         makers = [each for each in calls if is_fetch and each.rref_id == call.rref_id and each.cell]
-        caller = self._agent.find(call.src)
+        caller = self._agent.members.find(call.src)
         if call.thread:
             state = "running"
         elif call.func is None and not is_fetch:

@@ -106,7 +106,7 @@ class SlowCalls:
     def _reports(self, requests: Iterable[Request]) -> dict[str, dict[str, Any]]:
         """Return the reports of the callees, by their tokens; without those that do not answer."""
         members = {request.to.token: request.to for request in requests}
-        answers = self._agent.inspect(b"stacks", ANSWER_SECONDS, list(members.values()))
+        answers = self._agent.inspection.request(b"stacks", ANSWER_SECONDS, list(members.values()))
         return {
             member.token: json.loads(answer)
             for member, answer in answers

@@ -2,9 +2,14 @@
 
     agent               wires the parts of a worker
     worker              the parts that the caller and the callee share
+    router              where the frames of a worker go: to a peer, to itself, nowhere
+    inspection          asks members what they do
     members             the group's members, present and former
     observers           a program's functions that are called when members join and leave
     caller              a call at its caller: encode, send, wait or be called back, decode
+    request_encoder     ... to a request frame
+    reply_decoder       ... its result, of a reply frame
+    timeouts            ... its timeout, as users give it
     open_call           ... that is under way and completes by callback
     started_call        ... that is waited for later, or abandoned
     waiting_call        ... that a thread waits for
@@ -14,6 +19,7 @@
     interrupting_calls  calls of finalizers and of handlers of signals
     serialization       objects to bytes and buffers
     callee              a call at its callee: decode, run, encode
+    reply_encoder       ... its outcome, to a reply frame
     running             functions of Python and TorchScript, operators of torch
     served_streams      calls that each return one value of an iterator here
     iteration           its steps, in order and one at a time
@@ -23,6 +29,8 @@
     objects             objects of the cluster's store, as arguments and as copies of values
     user_api            the functions of the layers above that RRefs call
     current             the agent of this process
+    native_names        torch's native functions on it
+    torch_names         private functions of torch's module
     main_identity       whether two processes run the same program
     all_gather          objects of all workers; graceful shutdown
     quiescence          waits until no calls are under way

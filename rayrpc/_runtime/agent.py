@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from rayrpc._concurrency.deadlines import Deadline
-from rayrpc._concurrency.outcome import Error
-from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots, ThreadCache
 from rayrpc._protocol.ids import IdSource, WorkerInfo
 from rayrpc._protocol.membership import Change, Member, Snapshot
-from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._protocol.transport import Directory, Pending, PendingReply, Transport, copied
+from rayrpc._protocol.transport import Directory, Transport
 from rayrpc._runtime.callee import Callee
 from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.cancelling import Cancelling
 from rayrpc._runtime.gil_waits import GilWaits
 from rayrpc._runtime.hooks import Hook
+from rayrpc._runtime.inspection import Inspection
 from rayrpc._runtime.members import Members
 from rayrpc._runtime.noted_waits import NotedWaits
 from rayrpc._runtime.objects import NoStore, ObjectStore
 from rayrpc._runtime.observers import Observers
 from rayrpc._runtime.quiescence import Quiescence
-from rayrpc._runtime.rrefs.context import MakeHandle, RRefContext
+from rayrpc._runtime.router import Router
+from rayrpc._runtime.rrefs.context import RRefContext
+from rayrpc._runtime.rrefs.handle_protocol import Handle
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.devices import DeviceRoutes
+from rayrpc._runtime.timeouts import resolve_timeout
 from rayrpc._runtime.user_api import UserApi
 from rayrpc._runtime.worker import Worker
-from rayrpc.errors import CallError, ConfigError, WorkerDiedError
-from rayrpc.options import TensorPipeRpcBackendOptions, to_seconds
+from rayrpc.errors import WorkerDiedError
+from rayrpc.options import TensorPipeRpcBackendOptions
 
 __all__ = ["Agent"]
 
@@ -45,9 +46,6 @@ DRAIN_POLL_SECONDS = 0.002
 REPLY_SECONDS = 2.0
 # How long a call waits for a worker that is started again.
 RESTART_SECONDS = 60.0
-
-# Torch counts timeouts in whole milliseconds; 0 means no timeout.
-MIN_TIMEOUT_SECONDS = 0.001
 
 
 class Agent:
@@ -61,9 +59,8 @@ class Agent:
         directory (Directory): the group's directory, which this worker has joined.
         key (str): the group's key.
         options (TensorPipeRpcBackendOptions): the backend options of ``init_rpc``.
-        make_handles (Callable): takes this agent; returns the function that makes RRef handles.
+        make_handle (Callable): takes this agent, and what ``MakeHandle`` does; makes RRef handles.
         user_api (UserApi): the functions that RRefs call.
-        hooks (list[Hook]): the hooks that take part in calls.
         objects (ObjectStore, optional): the cluster's object store.
     """
 
@@ -74,9 +71,8 @@ class Agent:
         directory: Directory,
         key: str,
         options: TensorPipeRpcBackendOptions,
-        make_handles: Callable[[Agent], MakeHandle],
+        make_handle: Callable[..., Handle],
         user_api: UserApi,
-        hooks: list[Hook],
         objects: ObjectStore | None = None,
     ) -> None:
         me = snapshot.me
@@ -97,28 +93,35 @@ class Agent:
         # one thread completes Futures, more only when a callback blocks
         self._replies = ThreadCache("rayrpc-reply", soft_limit=1)
         self.slots = Slots(options.num_worker_threads, self._threads)
+        #: the hooks that take part in calls; the first ones are added before ``start``
+        self.hooks: list[Hook] = []
         self.waits = NotedWaits()
         #: called when members join and leave
         self.observers = Observers(self._threads.submit)
-        self._members = Members(
+        #: of the group, as this worker knows them
+        self.members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )
         ids = IdSource(me.id, me.epoch)
-        self.rrefs = RRefContext(me.id, ids, make_handles(self), self._send_control, key)
+        make = functools.partial(make_handle, self)
+        self.rrefs = RRefContext(me.id, ids, make, self._send_control, key)
         self._worker = Worker(
             self.info,
             snapshot.session,
-            self._members,
+            self.members,
             Codec(self.rrefs),
             DeviceRoutes(me.name, options.device_maps),
             self.rrefs,
-            hooks,
-            options.rpc_timeout,
+            self.hooks,
+            options.rpc_timeout or None,
             self.objects,
         )
         for member in snapshot.members:
             self._worker.devices.add(member)
-        self.caller = Caller(self._worker, self._replies, self._send, transport.on_interrupted_call)
+        self._router = Router(self.members, transport, self._threads.submit)
+        send = self._router.send
+        self.caller = Caller(self._worker, self._replies, send, transport.on_interrupted_call)
+        self.inspection = Inspection(self._worker, self.caller.new_id, send)
         self.cancelling = Cancelling(self.caller, self._threads.submit, transport.kill)
         self.callee = Callee(self._worker, self.slots, self.cancelling)
         self._quiescence = Quiescence(self._worker, self.caller, self.callee, directory)
@@ -129,63 +132,27 @@ class Agent:
         self._threads.start()
         self.caller.start_threads()
         for change in self._snapshot.restarting:
-            self._members.remove(change.member, _death(change), is_restarted=True)
-        self._transport.start(self.callee.serve, self._members.find, self._snapshot.secret)
+            self.members.remove(change.member, _death(change), is_restarted=True)
+        self._router.start(self.callee.serve)
+        self._transport.start(self.callee.serve, self.members.find, self._snapshot.secret)
         self._directory.follow(self._snapshot.version, self._apply, self._on_expelled)
 
-    @property
-    def hooks(self) -> list[Hook]:
-        """The hooks that take part in calls."""
-        return self._worker.hooks
-
     # -- timeouts -----------------------------------------------------------------------------
-
-    @property
-    def rpc_timeout(self) -> float:
-        """The default timeout of calls in seconds; 0: none."""
-        return self._worker.rpc_timeout
-
-    @rpc_timeout.setter
-    def rpc_timeout(self, seconds: float) -> None:
-        self._worker.rpc_timeout = seconds
 
     @property
     def default_timeout(self) -> float | None:
         """The default timeout of calls in seconds; None: none."""
         return self._worker.default_timeout
 
+    @default_timeout.setter
+    def default_timeout(self, seconds: float | None) -> None:
+        self._worker.default_timeout = seconds
+
     def resolve_timeout(self, timeout: float) -> float | None:
-        """Return a call's timeout in seconds; None: it has none.
-
-        Args:
-            timeout: in seconds, as the user gives it: -1 is the default; 0, or less than a
-                millisecond, is none, as in torch.
-
-        Raises:
-            TypeError: it is no real number.
-            ConfigError: it is negative or NaN.
-        """
-        if type(timeout) is not float:
-            timeout = to_seconds(timeout)
-        if timeout == -1:
-            return self._worker.default_timeout
-        if not timeout >= 0:
-            raise ConfigError(
-                f"timeout must be 0 (none) or more seconds, got {timeout}; leave it out for the "
-                "default"
-            )
-        return None if timeout < MIN_TIMEOUT_SECONDS or timeout == math.inf else timeout
+        """Return the timeout in seconds of a call that a user makes; see ``resolve_timeout``."""
+        return resolve_timeout(timeout, self._worker.default_timeout)
 
     # -- members ------------------------------------------------------------------------------
-
-    @property
-    def is_static_group(self) -> bool:
-        """Tell whether the group was made with a ``world_size``."""
-        return self._members.is_static
-
-    def find(self, worker_id: int) -> Member | None:
-        """Return the member with an id."""
-        return self._members.find(worker_id)
 
     def lookup(self, to: str | int | WorkerInfo, timeout: float | None = None) -> Member:
         """Return the member that a destination names; see ``Members.lookup``.
@@ -195,26 +162,14 @@ class Agent:
             timeout: of a call, as the user gives it: how long to wait, a minute at most, for a
                 worker that has died and is started again. None: do not wait.
         """
-        member = self._members.lookup(to)
-        if member.token in self._members.restarting and timeout is not None:
+        member = self.members.lookup(to)
+        if member.token in self.members.restarting and timeout is not None:
             seconds = self.resolve_timeout(timeout)
-            self._members.wait_for_restart(
+            self.members.wait_for_restart(
                 member, RESTART_SECONDS if seconds is None else min(seconds, RESTART_SECONDS)
             )
-            member = self._members.lookup(to)
+            member = self.members.lookup(to)
         return member
-
-    def members(self) -> list[Member]:
-        """Return all members, by id."""
-        return self._members.all()
-
-    def death_of(self, member: Member) -> WorkerDiedError | None:
-        """Return why a member is gone, if it is."""
-        return self._members.death_of(member)
-
-    def death_of_owner(self, info: WorkerInfo) -> WorkerDiedError | None:
-        """Return why a worker given by its WorkerInfo is gone, if it is."""
-        return self._members.death_of_owner(info)
 
     def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
         """Return the WorkerInfo of this worker, or of one given by name or id.
@@ -234,19 +189,7 @@ class Agent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the WorkerInfo of all members that are no guests, by id."""
-        return [WorkerInfo(each.name, each.id) for each in self.members() if not each.is_guest]
-
-    def info_of(self, worker_id: int) -> WorkerInfo:
-        """Return the WorkerInfo for an id."""
-        return self.info if worker_id == self.info.id else self.get_worker_info(worker_id)
-
-    def wait_until(self, ready: Callable[[], object], timeout: float | None) -> bool:
-        """Wait until ``ready()``; it is checked on ``notify`` and when the membership changes."""
-        return self._members.wait_until(ready, timeout)
-
-    def notify(self) -> None:
-        """Have ``wait_until`` check its condition."""
-        self._members.notify()
+        return [WorkerInfo(each.name, each.id) for each in self.members.all() if not each.is_guest]
 
     def _on_joined(self, member: Member, predecessor: Member | None) -> None:
         if predecessor is not None:  # it left, and the directory reports that later
@@ -262,10 +205,10 @@ class Agent:
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             if change.kind == "joined":
-                self._members.add(change.member)
+                self.members.add(change.member)
             else:
                 self._on_peer_lost(change)
-        self._members.notify()
+        self.members.notify()
 
     def _on_expelled(self, reason: str) -> None:
         """Treat all other members as dead: the group has declared this one lost."""
@@ -276,7 +219,7 @@ class Agent:
             reason,
         )
         cause = f"the group has declared {me.name!r}, this worker, lost: {reason}"
-        for member in self._members.all():
+        for member in self.members.all():
             if member.token != me.token:
                 self._on_peer_lost(Change(0, "died", member, cause))
 
@@ -284,7 +227,7 @@ class Agent:
         member = change.member
         error = _death(change)
         has_died = change.kind == "died"
-        self._members.remove(member, error, has_died and member.is_restarted)
+        self.members.remove(member, error, has_died and member.is_restarted)
         self.observers.report(change._replace(cause=error.cause))
         if has_died:
             logger.info("%s", error)
@@ -292,32 +235,14 @@ class Agent:
             logger.debug("%s: %s has left", self.info.name, member.name)
         self._transport.on_peer_lost(member, error)
         self.caller.on_peer_lost(member, error)
-        if self._members.find(member.id) is None:  # no successor has its id
+        if self.members.find(member.id) is None:  # no successor has its id
             for hook in self.hooks:
                 hook.on_peer_lost(member.id, error)
 
     # -- sending ------------------------------------------------------------------------------
 
-    def _send(self, peer: Member, frame: Frame) -> Pending:
-        if peer.token == self.member.token:
-            frame.pending = pending = PendingReply()
-            arrived = copied(frame)
-
-            def serve() -> None:
-                frame.begin_to_send()
-                pending.serve(self.callee.serve, arrived)
-
-            self._threads.submit(serve)
-            return pending
-        error = self._members.death_of(peer)
-        if error is not None:
-            frame.pending = pending = PendingReply()
-            pending.complete(Error(error))
-            return pending
-        return self._transport.call(peer, frame)
-
     def _send_control(self, worker_id: int) -> None:
-        member = self._members.find(worker_id)
+        member = self.members.find(worker_id)
         if member is not None and not self._closed:
             self.caller.send_control(member)
 
@@ -334,11 +259,15 @@ class Agent:
             shutdown: this worker is to leave: end its streams.
             timeout: in seconds; 0: none.
         """
-        self._quiescence.join(timeout, shutdown)
+        self._quiescence.join(timeout or None, shutdown)
 
     def drain(self, timeout: float = 0) -> None:
-        """Wait until this worker makes and serves no calls; see ``Quiescence.drain``."""
-        self._quiescence.drain(timeout)
+        """Wait until this worker makes and serves no calls; see ``Quiescence.drain``.
+
+        Args:
+            timeout: in seconds; 0: none.
+        """
+        self._quiescence.drain(timeout or None)
 
     def sync(self) -> None:
         """Wait until every member calls this."""
@@ -384,37 +313,6 @@ class Agent:
         self._transport.flush_replies(deadline.within(REPLY_SECONDS))
 
     # -- inspection ---------------------------------------------------------------------------
-
-    def inspect(
-        self, what: bytes, timeout: float, members: Sequence[Member] | None = None
-    ) -> list[tuple[Member, bytes | Exception]]:
-        """Return the reports of members.
-
-        Args:
-            what: see ``Callee.inspect``.
-            timeout: in seconds.
-            members: the members that report; None: all.
-
-        Returns:
-            By member, the report, or why there is none (TimeoutError, CallError).
-        """
-        release_reader()
-        deadline = Deadline(timeout)
-        me, session = self.info.id, self._snapshot.session
-        asked = []
-        for member in self.members() if members is None else members:
-            frame = Frame(Kind.INSPECT, session, me, self.caller.new_id(), data=what)
-            asked.append((member, self._send(member, frame)))
-        answers: list[tuple[Member, bytes | Exception]] = []
-        for member, pending in asked:
-            try:
-                reply = pending.wait(deadline.within(timeout))
-            except (CallError, TimeoutError) as exc:
-                answers.append((member, exc))
-            else:
-                is_report = reply.kind is Kind.VALUE
-                answers.append((member, reply.data if is_report else CallError("could not report")))
-        return answers
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the number of bytes sent so far, by kind of transport."""
@@ -462,7 +360,7 @@ class Agent:
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td>{m.id}</td><td>{m.name}</td><td>{m.node}</td><td>{m.pid}</td></tr>"
-            for m in self.members()
+            for m in self.members.all()
         )
         head = "<tr><th>id</th><th>name</th><th>node</th><th>pid</th></tr>"
         return f"<table>{head}{rows}</table>"

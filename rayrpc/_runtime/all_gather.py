@@ -25,7 +25,7 @@ from rayrpc._runtime.agent import Agent
 from rayrpc.errors import GroupError, WorkerDiedError
 from rayrpc.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 
-__all__ = ["AllGatherStates", "Calls", "gather", "receive_all", "receive_one"]
+__all__ = ["AllGatherStates", "Calls", "forget_gatherings", "gather", "receive_all", "receive_one"]
 
 
 class AllGatherStates:
@@ -51,6 +51,14 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 _ended: dict[str, tuple[str, dict[str, Any]]] = {}
 
 
+def forget_gatherings() -> None:
+    """Number the gatherings anew: this worker joins another group."""
+    with _all_gather_dict_lock:
+        _all_gather_sequence_id.clear()
+        _all_gather_sequence_id_to_states.clear()
+        _ended.clear()
+
+
 def receive_one(sequence_id: str, worker_name: str, obj: Any) -> dict[str, Any] | None:
     """Receive a worker's object; runs on the leader.
 
@@ -65,7 +73,7 @@ def receive_one(sequence_id: str, worker_name: str, obj: Any) -> dict[str, Any] 
         if states.proceed_signal.is_set():
             return states.gathered_objects
         states.gathered_objects[worker_name] = obj
-    current.get_agent().notify()
+    current.get_agent().members.notify()
     return None
 
 
@@ -77,7 +85,7 @@ def receive_all(sequence_id: str, objects_map: dict[str, Any]) -> None:
         states = _all_gather_sequence_id_to_states[sequence_id]
         states.gathered_objects = objects_map
         states.proceed_signal.set()
-    current.get_agent().notify()
+    current.get_agent().members.notify()
 
 
 class Calls(NamedTuple):
@@ -116,7 +124,7 @@ def gather(
         _all_gather_sequence_id[series] = number + 1
         sequence_id = f"{series} {number}"
         states = _all_gather_sequence_id_to_states[sequence_id]
-    rpc_timeout = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+    rpc_timeout = (agent.default_timeout or 0.0) if timeout == UNSET_RPC_TIMEOUT else timeout
     # as in torch: only a time-out given here bounds the wait for slow members
     patience = None if timeout in (UNSET_RPC_TIMEOUT, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
 
@@ -146,7 +154,7 @@ def gather(
                             _ask(calls, name, args, rpc_timeout, states)
                 notice = noticed(lambda: f"{', '.join(absent())} in {where}")
                 with agent.waits.noted(where, absent), notice:
-                    ready = agent.wait_until(
+                    ready = agent.members.wait_until(
                         lambda: states.proceed_signal.is_set() or not absent(), patience
                     )
                 if not ready:
@@ -172,7 +180,7 @@ def gather(
 
             notice = noticed(f"{leader}, which waits for all, in {where}")
             with agent.waits.noted(where, [leader].copy), notice:
-                is_settled = agent.wait_until(settled, patience)
+                is_settled = agent.members.wait_until(settled, patience)
             if not is_settled:
                 raise GroupError(
                     f"{leader!r}, which leads a gathering of {sorted(names)}, did not receive the "
@@ -225,6 +233,6 @@ def _living(agent: Any, names: set[str]) -> set[str]:
 
 def _raise_if_dead(agent: Agent, names: set[str]) -> None:
     for name in sorted(names):
-        error = agent.death_of(agent.lookup(name))
+        error = agent.members.death_of(agent.lookup(name))
         if error is not None:
             raise error

@@ -80,6 +80,11 @@ class Members:
         """Return the member with an id."""
         return self._by_id.get(worker_id)
 
+    def info_of(self, worker_id: int) -> WorkerInfo:
+        """Return the WorkerInfo for an id, also of a member that is gone; see ``lookup``."""
+        member = self.me if worker_id == self.me.id else self.lookup(worker_id)
+        return WorkerInfo(member.name, member.id)
+
     def name_of(self, worker_id: int) -> str:
         """Return the name of the member with an id, for messages."""
         member = self._by_id.get(worker_id)

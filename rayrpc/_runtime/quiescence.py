@@ -40,21 +40,21 @@ class Quiescence:
         self._directory = directory
         self._joins = 0
 
-    def join(self, timeout: float, leaves: bool = False) -> None:
+    def join(self, timeout: float | None, leaves: bool = False) -> None:
         """Wait until no member has calls under way, nor calls that those may cause.
 
         Each member reports, while idle, how many calls it sent, and served for others than
         guests.  When the reports of two rounds are equal, no call is on its way.
 
         Args:
-            timeout: in seconds; 0: none.
+            timeout: in seconds; None: none.
             leaves: end this worker's streams, as ``drain`` does.
 
         Raises:
             GroupError: a member did not report in time.
         """
         release_reader()
-        deadline = Deadline(timeout or None)
+        deadline = Deadline(timeout)
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
@@ -72,22 +72,22 @@ class Quiescence:
             last = reports
             round_number += 1
 
-    def drain(self, timeout: float) -> None:
+    def drain(self, timeout: float | None) -> None:
         """Wait until this worker, which is to leave, makes and serves no calls; end its streams.
 
         Args:
-            timeout: in seconds; 0: none.
+            timeout: in seconds; None: none.
 
         Raises:
             GroupError: it still does after that.
         """
         self._wait(timeout, leaves=True)
 
-    def _wait(self, timeout: float, leaves: bool) -> None:
+    def _wait(self, timeout: float | None, leaves: bool) -> None:
         release_reader()
         for stream in list(self._caller.streams) if leaves else ():
             stream.end(shut_down())  # its iterator may never end
-        deadline = Deadline(timeout or None)
+        deadline = Deadline(timeout)
         find = self._worker.members.find
         while self._caller.active or self._callee.active_for(find):
             if deadline.expired:

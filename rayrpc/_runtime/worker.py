@@ -27,7 +27,7 @@ class Worker:
         devices (DeviceRoutes): its device maps, and those of its peers that concern it.
         rrefs (RRefContext): its RRefs.
         hooks (list[Hook]): the hooks that take part in its calls.
-        rpc_timeout (float): default timeout of calls in seconds, 0 for none, as torch counts.
+        default_timeout (float | None): in seconds, of calls that name none; None: they have none.
         objects (ObjectStore): the cluster's.
     """
 
@@ -38,10 +38,5 @@ class Worker:
     devices: DeviceRoutes
     rrefs: RRefContext
     hooks: list[Hook]
-    rpc_timeout: float
+    default_timeout: float | None
     objects: ObjectStore
-
-    @property
-    def default_timeout(self) -> float | None:
-        """The timeout in seconds of calls that name none; None: they have none."""
-        return self.rpc_timeout or None

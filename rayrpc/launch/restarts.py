@@ -67,7 +67,7 @@ class Restarts:
 
     def _cause_of_death(self, worker: str) -> str:
         """Return why a worker is dead; empty if it lives."""
-        error = self._agent.death_of(self._agent.lookup(worker))
+        error = self._agent.members.death_of(self._agent.lookup(worker))
         return "" if error is None else error.cause
 
     def _start_if_dead(self, worker: str) -> None:

@@ -254,7 +254,7 @@ def start_beside(
     Raises:
         PlacementError, GroupError: see ``rayrpc.start_workers``.
     """
-    if agent.is_static_group:
+    if agent.members.is_static:
         raise GroupError(
             "workers can only be started into a dynamic group: call init_rpc without world_size, "
             "or not at all, before start_workers"
@@ -297,7 +297,7 @@ def _find_started(
         GroupError: names are taken by others.
     """
     mine = [each for each in list(_started) if each._agent is agent]
-    present = {member.name for member in agent.members()}
+    present = {member.name for member in agent.members.all()}
     present.update(*(each._restarting for each in mine))
     for each in mine:
         if present.isdisjoint(each._wanted):  # all have died
@@ -314,8 +314,8 @@ def _find_started(
     elif restart:
         for each in started:
             each.stop()
-        agent.wait_until(
-            lambda: taken.isdisjoint(member.name for member in agent.members()), LEAVE_SECONDS
+        agent.members.wait_until(
+            lambda: taken.isdisjoint(member.name for member in agent.members.all()), LEAVE_SECONDS
         )
         return None
     elif len(started) > 1 or started[0]._wanted.keys() != wanted.keys():

@@ -24,14 +24,14 @@ def tasks():
 
 @pytest.fixture
 def hook(monkeypatch, tasks):
-    hook = GradContexts()
     agent: Any = SimpleNamespace(
         info=SimpleNamespace(id=0),
         member=SimpleNamespace(epoch=0),
-        hooks=[hook],
+        hooks=[],
         submit=tasks.append,
     )
-    hook.attach(agent)
+    hook = GradContexts(agent)
+    agent.hooks.append(hook)
     monkeypatch.setattr(current, "get_agent", lambda: agent)
     return hook
 
@@ -59,7 +59,7 @@ def test_no_interrupt_leaves_a_thread_in_a_context_or_a_worker_unnotified(hook, 
 
     def step():
         with autograd.context() as context_id:
-            hook.current().known_workers.add(PEER)
+            hook.current().add_callee(PEER)
             used.add(context_id)
 
     number = 1

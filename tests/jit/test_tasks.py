@@ -28,7 +28,7 @@ class FakeAgent:
 
     def __init__(self, monkeypatch, *names, is_static_group=False, name="driver"):
         self.info = SimpleNamespace(name=name, id=0)
-        self.is_static_group = is_static_group
+        self.members = SimpleNamespace(is_static=is_static_group)
         self.names = [name, *names]
         self.calls = []
         self.caller = SimpleNamespace(remote=self.remote)

@@ -23,6 +23,7 @@ class Agent:
     def __init__(self) -> None:
         self.observers = Observers(lambda task: threading.Thread(target=task).start())
         self.epoch = 0
+        self.members = self  # it stands for them, too
         self.is_dead = False
 
     def lookup(self, worker: str) -> Member:

@@ -181,11 +181,11 @@ def test_a_function_whose_name_raises_is_replied_to(pair):
 def test_joins_and_deaths_are_counted(pair):
     _, b, recorder, values, start = pair
     c = start("c")
-    assert eventually(lambda: len(b.agent.members()) == 3)
+    assert eventually(lambda: len(b.agent.members.all()) == 3)
     recorder.record()
     assert values["rayrpc_joins",] == 1 and ("rayrpc_leaves",) not in values
     c.die()
-    assert eventually(lambda: len(b.agent.members()) == 2)
+    assert eventually(lambda: len(b.agent.members.all()) == 2)
     recorder.record()
     assert values["rayrpc_leaves",] == 1 and values["rayrpc_members",] == 2
 

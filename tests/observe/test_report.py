@@ -76,7 +76,7 @@ def calls_on(name, function, *args):
 
 
 def status(worker):
-    reports = [json.loads(data) for _, data in worker.agent.inspect(b"stacks", 30)]
+    reports = [json.loads(data) for _, data in worker.agent.inspection.request(b"stacks", 30)]
     return GroupStatus("key", "", reports)
 
 
@@ -275,7 +275,7 @@ def test_a_worker_that_does_not_answer_in_time_is_told_apart(group):
 
     b.agent.callee.inspect = hangs
     spawn(kept["go"].wait, 0.5)
-    (_, own), (_, other) = a.agent.inspect(b"", 0.5)
+    (_, own), (_, other) = a.agent.inspection.request(b"", 0.5)
     assert json.loads(own)["name"] == "a" and isinstance(other, TimeoutError)
 
 

@@ -498,7 +498,7 @@ def test_the_others_go_on_when_one_dies(a, b, c):
     rref = a.remote(b, add, 1, 2)
     c.die()
     assert a.sync(b, add, 1, 2) == rref.to_here() == 3
-    assert [m.name for m in a.agent.members()] == ["a", "b"]
+    assert [m.name for m in a.agent.members.all()] == ["a", "b"]
 
 
 def test_a_share_whose_parent_dies_does_not_hold_up_the_end(a, b, c):
@@ -518,7 +518,7 @@ def test_a_share_whose_parent_dies_does_not_hold_up_the_end(a, b, c):
 
 def test_a_leaving_worker_is_gone_before_shutdown_returns(a, b):
     b.agent.shutdown()
-    assert [m.name for m in a.agent.members()] == ["a"]
+    assert [m.name for m in a.agent.members.all()] == ["a"]
     with pytest.raises(WorkerDiedError, match="it has left the group"):
         a.sync("b", add, 1, 2)
 
@@ -613,8 +613,8 @@ def test_a_static_group_is_whole_when_init_returns():
         thread.start()
     for thread in threads:
         thread.join(WAIT)
-    assert [m.name for m in workers[2].agent.members()] == ["w0", "w1", "w2"]
-    assert workers[2].agent.is_static_group
+    assert [m.name for m in workers[2].agent.members.all()] == ["w0", "w1", "w2"]
+    assert workers[2].agent.members.is_static
     assert workers[2].sync("w0", add, 1, 2) == 3
     for worker in workers.values():
         worker.agent.shutdown()

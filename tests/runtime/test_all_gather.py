@@ -46,7 +46,8 @@ class GatheringWorker:
         vars(self.module)["current"] = self
         self.group = group
         self.name = name
-        self.rpc_timeout = WAIT
+        self.default_timeout = WAIT
+        self.members = self  # it stands for them, too
         self.outcome: Any = None
         self.waits = NotedWaits()
 

@@ -56,9 +56,9 @@ def test_a_wait_for_a_change_of_the_group(worker):
 
     def end() -> None:
         ready.append(1)
-        worker.agent.notify()
+        worker.agent.members.notify()
 
-    assert releases(lambda: worker.agent.wait_until(lambda: ready, WAIT), end)
+    assert releases(lambda: worker.agent.members.wait_until(lambda: ready, WAIT), end)
 
 
 def test_a_search_for_a_member_that_is_not_known_yet(worker):
@@ -69,7 +69,7 @@ def test_a_search_for_a_member_that_is_not_known_yet(worker):
         answer.wait(WAIT)
         return [worker.member]
 
-    worker.agent._members._fetch = fetch
+    worker.agent.members._fetch = fetch
 
     def block() -> None:
         with pytest.raises(RuntimeError, match="could not find destination"):
@@ -148,7 +148,8 @@ class Leader:
 
     def __init__(self, leader: str, me: str) -> None:
         self._infos = [WorkerInfo(leader, 0), WorkerInfo(me, 1)]
-        self.rpc_timeout = WAIT
+        self.default_timeout = WAIT
+        self.members = self  # it stands for them, too
         self.sent: list[str] = []
         self.waits = NotedWaits()
 

@@ -70,7 +70,7 @@ def test_a_guest_calls_and_is_called(group):
 def test_a_guest_is_no_worker_of_the_group(group):
     for each in (group.a, group.b, group.guest):
         assert [info.name for info in each.agent.get_worker_infos()] == ["a", "b"]
-        assert each.agent.is_static_group and len(each.agent.members()) == 3
+        assert each.agent.members.is_static and len(each.agent.members.all()) == 3
         with pytest.raises(RuntimeError, match=r"could not find destination c: .* workers a, b\."):
             each.find("c")
 
@@ -85,8 +85,8 @@ def test_rrefs_of_a_guest_reach_all(group):
     assert eventually(group.guest.is_empty)
 
 
-def test_the_news_of_a_guest_may_be_late(group):
-    members = group.b.agent._members
+def test_a_guest_may_be_reported_late(group):
+    members = group.b.agent.members
     death = WorkerDiedError("guest", "of no matter", "")
     members.remove(group.guest.member, death)
     del members._deaths[group.guest.member.token], members._former["guest"]

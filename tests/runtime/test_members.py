@@ -49,7 +49,7 @@ def test_a_member_joins_and_leaves_once(group):
     group.members.add(third)
     assert group.members.lookup("third") is third
     group.remove(third)
-    group.members.add(third)  # late news
+    group.members.add(third)  # reported late
     assert group.members.find(2) is None
     assert group.reported == [("third", None), "third"]
 
@@ -160,12 +160,12 @@ def test_a_sender_is_present_until_another_member_has_its_id(group):
     assert group.members.is_present(1, 1) and not group.members.is_present(1, 0)
 
 
-def test_a_sender_of_which_the_news_is_late_is_looked_up(group):
+def test_a_sender_that_is_reported_late_is_looked_up(group):
     group.present.append(member("again", 1, epoch=1))
     assert group.members.is_present(1, 1)
     assert group.reported == [("again", "other")]
     assert not group.members.is_present(1, 0)
-    assert group.members.is_present(2, 0)  # one that has left before this worker heard of it
+    assert group.members.is_present(2, 0)  # one that has left before this worker was notified
 
 
 def test_what_a_caller_raises_of_a_death_keeps_nothing_of_the_caller(group):

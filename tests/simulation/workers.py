@@ -12,7 +12,7 @@ from rayrpc import api
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
-from rayrpc._runtime.rrefs.handle import rref_maker
+from rayrpc._runtime.rrefs.handle import make_handle
 from rayrpc._transports.direct.transport import DirectTransport
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub, MemoryTransport
 from rayrpc.options import TensorPipeRpcBackendOptions
@@ -48,9 +48,8 @@ class Worker:
             self.directory,
             "group",
             TensorPipeRpcBackendOptions(num_worker_threads=slots),
-            rref_maker,
+            make_handle,
             api.user_api,
-            [],
         )
         self.agent.start()
 

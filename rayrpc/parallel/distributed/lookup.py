@@ -55,7 +55,7 @@ _owner: Member | None = None
 def choose_owner() -> str:
     """Fix which process has the table, until ``release_owner``; return its name."""
     global _owner
-    _owner = current.get_agent().members()[0]
+    _owner = current.get_agent().members.all()[0]
     return _owner.name
 
 
@@ -73,8 +73,8 @@ def owner() -> str:
     """
     agent = current.get_agent()
     if _owner is None:  # for a group that was sent to a process without a world
-        return agent.members()[0].name
-    error = agent.death_of(_owner)
+        return agent.members.all()[0].name
+    error = agent.members.death_of(_owner)
     if error is not None:
         raise error
     return _owner.name
@@ -93,7 +93,7 @@ def _is_member(holder: Holder) -> bool:
     agent = current.get_agent()
     with contextlib.suppress(RpcError):
         agent.lookup(holder.name)  # a new member's announcement may not have arrived yet
-    return any(member.token == holder.token for member in agent.members())
+    return any(member.token == holder.token for member in agent.members.all())
 
 
 def add(key: Hashable, holder: Holder) -> bool:

@@ -17,8 +17,9 @@ class FakeAgent:
 
     def __init__(self, holders):
         self.holders = list(holders)
+        self.members = SimpleNamespace(all=self._all)
 
-    def members(self):
+    def _all(self):
         return [SimpleNamespace(name=name, token=token) for name, token in self.holders]
 
     def lookup(self, name):

@@ -88,7 +88,7 @@ def test_it_may_be_restarted_again_and_again():
 
 @pytest.mark.usefixtures("group")
 def test_the_members_of_a_large_group_read_one_list():
-    me = rpc._get_current_rpc_agent()._members.me
+    me = rpc._get_current_rpc_agent().members.me
     size = MOST_MEMBERS + 1
     ranks = range(size)
     directories = [RayDirectory("large", "rayrpc", 10.0) for _ in ranks]

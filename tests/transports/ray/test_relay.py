@@ -32,7 +32,7 @@ def count():
     return len(runs)
 
 def pid_of_relay(name):
-    members = rpc._get_current_rpc_agent()._members
+    members = rpc._get_current_rpc_agent().members
     endpoint = members.find(rpc.get_worker_info(name).id).address.find()
     return ray.get(endpoint.__ray_call__.remote(lambda self: os.getpid()), timeout=60)
 
