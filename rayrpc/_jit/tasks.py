@@ -96,7 +96,7 @@ class _Workers:
         self._lock = threading.Lock()  # held for a few instructions: replies need it, too
         self._starting = threading.Lock()
         self._tasks: dict[str, int] = {}
-        self._turn = itertools.count()
+        self._rotation = itertools.count()  # of the workers with equally few
 
     def acquire(self, start_workers: StartWorkers) -> str:
         """Return the worker with the fewest of our tasks, and count one more until ``release``.
@@ -113,7 +113,7 @@ class _Workers:
                     start_workers(WORKER_PREFIX)
                     names = self._members()
         with self._lock:
-            first = next(self._turn) % len(names)
+            first = next(self._rotation) % len(names)
             name = min(names[first:] + names[:first], key=lambda name: self._tasks.get(name, 0))
             self._tasks[name] = self._tasks.get(name, 0) + 1
             return name

@@ -31,7 +31,7 @@ from rayrpc._runtime.objects import receive
 from rayrpc._runtime.reply_encoder import ReplyEncoder
 from rayrpc._runtime.serialization.remote_errors import described_as
 from rayrpc._runtime.served_call import ServedCall
-from rayrpc._runtime.served_streams import ServedStreams, Turn
+from rayrpc._runtime.served_streams import ServedStreams, ValueRequest
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError
 from rayrpc.futures import AnyFuture
@@ -245,7 +245,7 @@ class Callee:
         self, frame: Frame, entry: ServedCall, value: Any, call: IncomingCall | None
     ) -> Frame | Deferred:
         """Reply with the value of a Future, when that is done."""
-        if type(value) is Turn:
+        if type(value) is ValueRequest:
             return self.streams.serve(frame, entry, value, call)
         if type(value) is Cancelled:
             self._cancelling.serve(frame.src, value.call_id, self.under_way)

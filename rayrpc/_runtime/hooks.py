@@ -148,11 +148,11 @@ class Hook:
 
 def all_of(steps: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     """Return one context that enters all; most often there is one."""
-    return steps[0] if len(steps) == 1 else _entered_in_turn(steps)
+    return steps[0] if len(steps) == 1 else _entered_in_order(steps)
 
 
 @contextlib.contextmanager
-def _entered_in_turn(steps: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+def _entered_in_order(steps: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for step in steps:
             stack.enter_context(step)

@@ -1,13 +1,13 @@
-"""An iterator that makes its values one at a time, each when its turn comes, in whatever thread.
+"""An iterator that makes its values one at a time, each when it is due, in whatever thread.
 
 Values are numbered from 0.  Callers request them by number, in any order; the steps run in the
 order of the numbers, one at a time.  A step ends when its value has been encoded, as a generator
 that goes on may write to what it has yielded.
 
-    IDLE ── the turn that is due has come ──> RUNNING ── end_step, no turn is due ──> IDLE
+    IDLE ── the step that is due is requested ──> RUNNING ── end_step, no step is due ──> IDLE
      │                                           │
      └─ close ──> CLOSING <── end_step, closed ──┘       RUNNING ── the iterator ends ──> ENDED
-                     └── the iterator is closed ──> ENDED: each turn gets ``Ended``
+                     └── the iterator is closed ──> ENDED: each request gets ``Ended``
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Steps:
         self._step = Invocation(step)
         self._lock = threading.Lock()
         self._due = 0  # the number of the next step
-        self._turns: dict[int, Task] = {}  # what begins the steps to come, by number
+        self._requested: dict[int, Task] = {}  # what begins the steps to come, by number
         self._is_running = False
         self._has_ended = False
         self._finish: Task | None = None  # it is to be closed: what closes it
@@ -78,7 +78,7 @@ class Steps:
         with self._lock:
             if not self._has_ended:
                 if self._is_running or number != self._due:
-                    self._turns[number] = begin
+                    self._requested[number] = begin
                     return False
                 self._is_running = True
         return True
@@ -109,10 +109,10 @@ class Steps:
             has_ended = self._has_ended
             finish = None if has_ended else self._finish
             if has_ended:
-                due = [*self._turns.values()]
-                self._turns.clear()
+                due = [*self._requested.values()]
+                self._requested.clear()
             else:
-                begin = None if finish is not None else self._turns.pop(self._due, None)
+                begin = None if finish is not None else self._requested.pop(self._due, None)
                 due = [] if begin is None else [begin]
                 self._is_running = finish is not None or begin is not None
         if finish is not None:
@@ -149,8 +149,8 @@ class Steps:
         outcome = self._close_iterator()
         with self._lock:
             self._has_ended = True
-            due = [*self._turns.values()]
-            self._turns.clear()
+            due = [*self._requested.values()]
+            self._requested.clear()
         for begin in due:
             begin()
         self._closed.set(outcome)
@@ -167,7 +167,7 @@ class AsyncSteps:
         self._iterator = iterator
         self._lock = threading.Lock()
         self._due = 0
-        self._turns: dict[int, tuple[Within | None, Callable[[Outcome[Any]], object]]] = {}
+        self._requested: dict[int, tuple[Within | None, Callable[[Outcome[Any]], object]]] = {}
         self._coroutines: Coroutines | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
@@ -197,7 +197,7 @@ class AsyncSteps:
             is_first = self._coroutines is None
             self._coroutines = coroutines
             if not has_ended:
-                self._turns[number] = within, done
+                self._requested[number] = within, done
         if has_ended:
             done(Value(Ended()))
         elif is_first:
@@ -221,7 +221,7 @@ class AsyncSteps:
         return self._closed
 
     def _wake(self) -> None:
-        """Have the coroutine check for turns; it also does when it starts."""
+        """Have the coroutine check for requests; it also does when it starts."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -234,18 +234,18 @@ class AsyncSteps:
             self._task = None
 
     async def _run(self) -> None:
-        """Run the steps whose turns come, until the iterator ends or is closed."""
+        """Run the steps as they are requested, until the iterator ends or is closed."""
         self._loop = asyncio.get_running_loop()
         try:
             while not (self._is_closing or self._has_ended):
                 with self._lock:
-                    turn = self._turns.pop(self._due, None)
-                if turn is None:
+                    requested = self._requested.pop(self._due, None)
+                if requested is None:
                     await self._changed.wait()
                     self._changed.clear()
                     continue
                 self._due += 1
-                within, done = turn
+                within, done = requested
                 done(await self._make(within))
         finally:
             close = getattr(self._iterator, "aclose", None)
@@ -273,8 +273,8 @@ class AsyncSteps:
     def _on_end(self, outcome: Outcome[Any]) -> None:
         with self._lock:
             self._has_ended = True
-            due = [*self._turns.values()]
-            self._turns.clear()
+            due = [*self._requested.values()]
+            self._requested.clear()
         left = Value(Ended()) if self._is_closing or isinstance(outcome, Value) else outcome
         for _, done in due:
             done(left)

@@ -42,18 +42,18 @@ from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError
 from rayrpc.functions import async_execution
 
-__all__ = ["Ended", "ServedStreams", "Turn", "advance", "close", "open_iterator"]
+__all__ = ["Ended", "ServedStreams", "ValueRequest", "advance", "close", "open_iterator"]
 
 logger = logging.getLogger(__name__)
 
 # A value of so many bytes is copied; a larger one is sent before the iterator goes on.
 SMALL_BYTES = 1 << 16
 
-#: the number of a turn that closes the iterator
+#: the number of a request that closes the iterator
 CLOSE = -1
 
 
-class Turn(NamedTuple):
+class ValueRequest(NamedTuple):
     """Request a value of a stream, or its end: the result of ``advance`` and ``close``.
 
     Args:
@@ -68,7 +68,7 @@ class Turn(NamedTuple):
 @asked_ahead
 @profiled_by_name
 @async_execution
-def advance(created_on: int, name: str, local_id: int, number: int) -> Turn:
+def advance(created_on: int, name: str, local_id: int, number: int) -> ValueRequest:
     """Make a value of a stream.
 
     Args:
@@ -76,14 +76,14 @@ def advance(created_on: int, name: str, local_id: int, number: int) -> Turn:
         name: the name of its function.
         number: the number of the value.
     """
-    return Turn(GloballyUniqueId(created_on, local_id), number)
+    return ValueRequest(GloballyUniqueId(created_on, local_id), number)
 
 
 @profiled_by_name
 @async_execution
-def close(created_on: int, name: str, local_id: int) -> Turn:
+def close(created_on: int, name: str, local_id: int) -> ValueRequest:
     """Close the iterator of a stream; see ``advance``."""
-    return Turn(GloballyUniqueId(created_on, local_id), CLOSE)
+    return ValueRequest(GloballyUniqueId(created_on, local_id), CLOSE)
 
 
 @forwards
@@ -164,14 +164,14 @@ class ServedStreams:
         self._own[rref_id] = handle
 
     def serve(
-        self, frame: Frame, entry: ServedCall, turn: Turn, call: IncomingCall | None
+        self, frame: Frame, entry: ServedCall, wanted: ValueRequest, call: IncomingCall | None
     ) -> Frame | Deferred:
-        """Reply to a call that returned a ``Turn``, once that is due.
+        """Reply to a call that returned a ``ValueRequest``, once that is due.
 
         This thread has a worker slot.
         """
         try:
-            opened = self._find(turn.rref_id)
+            opened = self._find(wanted.rref_id)
         except CallError as exc:  # it was released: not printed here, as other errors are
             text = f"On {self._me}:\n{exc!r}\n"
             opened = Error(exc, described_as(text, exc, pickle.dumps))
@@ -186,13 +186,13 @@ class ServedStreams:
         def reply(outcome: Outcome[Any]) -> None:
             self._settle(deferred, frame, lambda: self._reply(frame, entry, outcome, call))
 
-        if turn.number == CLOSE:
+        if wanted.number == CLOSE:
             closed = steps.close() if isinstance(steps, AsyncSteps) else self._close(steps)
             closed.on_done(reply)
             return deferred
         if isinstance(steps, AsyncSteps):
             within = None if call is None else lambda: self._within(call)
-            steps.take(turn.number, within, reply, self._coroutines)
+            steps.take(wanted.number, within, reply, self._coroutines)
             return deferred
 
         def run(step: Callable[[], Frame]) -> None:
@@ -211,7 +211,7 @@ class ServedStreams:
                 outcome = Error(exc)
                 run(lambda: self._reply(frame, entry, outcome, call))
 
-        if not steps.take(turn.number, begin):
+        if not steps.take(wanted.number, begin):
             return deferred
         try:
             made = step()

@@ -31,7 +31,7 @@ MUTATIONS = [
         "a caller that has its reply keeps the role of the reader",
         REPLY_READER,
         """\
-                    self._release_reader(call.turn or call)
+                    self._release_reader(call.waiter or call)
                     if is_done:
 """,
         """\
@@ -40,7 +40,7 @@ MUTATIONS = [
 """,
     ),
     Mutation(
-        "a caller that gives up drops the turn that it was given",
+        "a caller that gives up, and was to be the reader, releases no reader",
         REPLY_READER,
         "        if reads:\n            self._on_read_error",
         "        if reads and type(error) is not TimeoutError:\n            self._on_read_error",

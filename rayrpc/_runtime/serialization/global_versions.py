@@ -60,7 +60,7 @@ def is_this_process(process: str) -> bool:
 
 
 class UnitFoundError(Exception):
-    """Globals of which some are in the pickle turn out to be one unit: pickle all again."""
+    """Globals of which some are in the pickle have been found to be one unit: pickle all again."""
 
 
 class _Versions:

@@ -36,7 +36,7 @@ object_types: set[type] = set()
 
 
 class Sharer(Protocol):
-    """Turns RRefs into forks and back; ``RRefContext`` is one."""
+    """Makes forks of RRefs, and RRefs of forks; ``RRefContext`` is one."""
 
     def share(self, rref: Any, to: int | None, into: list[Fork]) -> None:
         """Fork ``rref`` for worker ``to``; add the fork to ``into``."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Reply = Message | Error | Pending
 
-#: the value of a turn whose caller is to read; others mean that it has the reply, or stops waiting
+#: the value of a waiter that is to read; others mean that it has the reply, or stops waiting
 READ = object()
 _EXPIRED = object()
 
@@ -55,7 +55,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         lock (Lock): the connection's.
     """
 
-    __slots__ = ("_callback", "_connection", "frame", "id", "is_sending", "turn", "unsent")
+    __slots__ = ("_callback", "_connection", "frame", "id", "is_sending", "unsent", "waiter")
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class ConnectionCall(OneShot[Reply], Pending):
         self.is_sending = False
         #: why no byte of it was sent, if that thread is to reroute it
         self.unsent: str | None = None
-        #: notifies the thread that waits for the reply, or for its turn to read; None: it reads
-        self.turn: Promise[object] | None = None
+        #: notifies the thread that waits for the reply, or to be the reader; None: it reads
+        self.waiter: Promise[object] | None = None
         self._callback: Callable[[Outcome[Frame]], None] | None = None
 
     def wait(self, timeout: float | None) -> Frame:
@@ -96,32 +96,32 @@ class ConnectionCall(OneShot[Reply], Pending):
         if reason is not None:
             self._connection.reroute(self, reason)
 
-    def new_turn(self) -> Promise[object]:
-        """Begin a turn, with the lock held; ``wait_turn`` and perhaps ``end_turn`` follow."""
-        self.turn = Promise(self._lock)
-        return self.turn
+    def new_waiter(self) -> Promise[object]:
+        """Begin a wait, with the lock held; ``wait_notified`` and perhaps ``end_wait`` follow."""
+        self.waiter = Promise(self._lock)
+        return self.waiter
 
-    def wait_turn(self, deadline: float | None) -> bool:
-        """Wait for the reply, or for the turn to read; return True for that.
+    def wait_notified(self, deadline: float | None) -> bool:
+        """Wait for the reply, or to be the reader; return True for that.
 
         Raises:
-            TimeoutError: neither came before the deadline; call ``end_turn``.
+            TimeoutError: neither came before the deadline; call ``end_wait``.
         """
-        turn = self.turn
-        assert turn is not None
-        self._add_callback(turn.set)
-        turn.wait(None if deadline is None else deadline - time.monotonic())
-        if turn.value is not READ:
+        waiter = self.waiter
+        assert waiter is not None
+        self._add_callback(waiter.set)
+        waiter.wait(None if deadline is None else deadline - time.monotonic())
+        if waiter.value is not READ:
             return False
-        self._remove_callback(turn.set)
+        self._remove_callback(waiter.set)
         return True
 
-    def end_turn(self) -> None:
-        """End the wait for the turn, unless it has ended; may be called again."""
-        turn = self.turn
-        if turn is not None:
-            turn.set(_EXPIRED)
-            self._remove_callback(turn.set)
+    def end_wait(self) -> None:
+        """End the wait, unless it has ended; may be called again."""
+        waiter = self.waiter
+        if waiter is not None:
+            waiter.set(_EXPIRED)
+            self._remove_callback(waiter.set)
 
     def on_done(self, callback: Callable[[Outcome[Frame]], None], urgent: bool = True) -> None:
         start: Start = NOTHING

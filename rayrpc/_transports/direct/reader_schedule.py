@@ -135,10 +135,10 @@ class ReaderSchedule(Generic[C]):
         return self.callbacks > 0 and self.claim(THREAD_READS)
 
     def release(self, by: object = None) -> C | Literal[Start.NOTHING, Start.THREAD]:
-        """End the turn of the reader, or the connecting.
+        """Release the reader, or end the connecting.
 
         Args:
-            by: whose turn it is: ``reader``; None: that of a thread.
+            by: the ``reader``; None: a thread.
 
         Returns:
             The caller that reads next, or what to start. If the caller no longer waits, call

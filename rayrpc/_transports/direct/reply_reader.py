@@ -1,6 +1,6 @@
 """Read the replies of a connection, in the threads that wait for them or in one of the cache.
 
-``reader_schedule`` decides which thread reads; this module reads, and passes the turn on.
+``reader_schedule`` decides which thread reads; this module reads, and notifies the next reader.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class ReplyReader(abc.ABC):
                 with self._lock:
                     if call.is_done:
                         return
-                    call.turn = None
+                    call.waiter = None
                     reads = self.schedule.claim(CALLER_READS, call)
                     if not reads:
-                        self.schedule.add_caller(call.new_turn())
-                if reads or self._wait_turn(call, deadline):
+                        self.schedule.add_caller(call.new_waiter())
+                if reads or self._wait_notified(call, deadline):
                     is_done = self._read_until(call, deadline)
-                    self._release_reader(call.turn or call)
+                    self._release_reader(call.waiter or call)
                     if is_done:
                         return
         except BaseException as exc:  # a time-out, or anything else at any point: Ctrl-C
@@ -88,27 +88,27 @@ class ReplyReader(abc.ABC):
                 raise
             raise
 
-    def _wait_turn(self, call: ConnectionCall, deadline: float | None) -> bool:
-        """Wait for a reply, or for the turn to read; return True if this thread is to read."""
-        reads = call.wait_turn(deadline)
+    def _wait_notified(self, call: ConnectionCall, deadline: float | None) -> bool:
+        """Wait for a reply, or to be the reader; return True if this thread is."""
+        reads = call.wait_notified(deadline)
         with self._lock:
-            if call.turn is not None:
-                self.schedule.remove_caller(call.turn)
+            if call.waiter is not None:
+                self.schedule.remove_caller(call.waiter)
         return reads
 
     def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
-        """End the wait of this thread, and its turn to read, wherever an exception came."""
-        turn = call.turn
+        """End the wait of this thread, and its reading, wherever an exception came."""
+        waiter = call.waiter
         with self._lock:
             reads = self.schedule.reader is call
-        if turn is not None:
-            call.end_turn()  # unless another thread was faster, just now
+        if waiter is not None:
+            call.end_wait()  # unless another thread was faster, just now
             with self._lock:
-                self.schedule.remove_caller(turn)
-                reads |= self.schedule.reader is turn and turn.value is READ
+                self.schedule.remove_caller(waiter)
+                reads |= self.schedule.reader is waiter and waiter.value is READ
         if reads:
             self._on_read_error(error)
-            self._release_reader(turn or call)
+            self._release_reader(waiter or call)
         else:
             self.repair()
 
@@ -129,10 +129,10 @@ class ReplyReader(abc.ABC):
         return True
 
     def _release_reader(self, by: object = None) -> None:
-        """End a turn to read, and begin the next.
+        """Release the reader, and notify the next one.
 
         Args:
-            by: whose turn it is; see ``ReaderSchedule.reader``.
+            by: the reader; see ``ReaderSchedule.reader``.
         """
         while True:
             with self._lock:
@@ -151,7 +151,7 @@ class ReplyReader(abc.ABC):
         """Complete the steps of the schedule that an interrupt has prevented."""
         with self._lock:
             schedule = self.schedule
-            turn = schedule.reader
+            waiter = schedule.reader
             starts = schedule.due_start(urgent=True) is START_THREAD or schedule.start
         if starts:
             self.start_reader(START_THREAD)
@@ -159,10 +159,10 @@ class ReplyReader(abc.ABC):
             self.start_reader(START_DELAYED)
         if schedule.state == BROKEN:
             self._break_off("its connection was cut")  # the owner may not be notified yet
-        if isinstance(turn, Promise):
-            turn.set_again(READ)
-            if turn.value is not READ:
-                self._release_reader(turn)  # it waits no longer
+        if isinstance(waiter, Promise):
+            waiter.set_again(READ)
+            if waiter.value is not READ:
+                self._release_reader(waiter)  # it waits no longer
 
     def start_reader(self, start: Start) -> None:
         """Start a thread that reads, as the schedule says."""
