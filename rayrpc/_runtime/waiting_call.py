@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame
 from rayrpc._protocol.transport import Pending
@@ -40,13 +39,11 @@ def await_reply(
         TimeoutError: it did not arrive in time, or is unwanted.
         CallError: the call failed, or was cancelled.
     """
-    timeout = request.timeout
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    left = POLL_SECONDS if timeout is None else timeout
+    deadline = Deadline(request.timeout)
     deaths = 0
     while True:
         try:
-            return pending.wait(left if left < POLL_SECONDS else POLL_SECONDS)
+            return pending.wait(deadline.within(POLL_SECONDS))
         except TimeoutError:
             if is_closed():
                 raise shut_down() from None
@@ -57,6 +54,5 @@ def await_reply(
                 deaths += 1
                 if deaths > LOSS_POLLS:
                     raise death from None
-            left = end - time.monotonic()
-            if left <= 0 or (unwanted is not None and unwanted()):
+            if deadline.expired or (unwanted is not None and unwanted()):
                 raise

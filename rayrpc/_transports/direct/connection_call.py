@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error, Outcome, Value
 from rayrpc._concurrency.promise import PENDING, OneShot, Promise
 from rayrpc._protocol.messages import Frame
@@ -32,7 +32,7 @@ class ReadConnection(Protocol):
 
     schedule: ReaderSchedule[Any]
 
-    def wait_reply(self, call: ConnectionCall, deadline: float | None) -> None:
+    def wait_reply(self, call: ConnectionCall, deadline: Deadline) -> None:
         """Wait for the reply of a call; TimeoutError after the deadline."""
 
     def start_reader(self, start: Start) -> None:
@@ -78,7 +78,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         self._callback: Callable[[Outcome[Frame]], None] | None = None
 
     def wait(self, timeout: float | None) -> Frame:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = Deadline(timeout)
         self._connection.wait_reply(self, deadline)
         reply = self._value
         if type(reply) is Message:
@@ -86,7 +86,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         if isinstance(reply, Error):
             reply.unwrap()
         assert isinstance(reply, Pending)
-        return reply.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return reply.wait(deadline.remaining())
 
     def kept(self) -> None:
         """Note that the frame has its own buffers: it can be rerouted, now or later."""
@@ -101,7 +101,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         self.waiter = Promise(self._lock)
         return self.waiter
 
-    def wait_notified(self, deadline: float | None) -> bool:
+    def wait_notified(self, deadline: Deadline) -> bool:
         """Wait for the reply, or to be the reader; return True for that.
 
         Raises:
@@ -110,7 +110,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         waiter = self.waiter
         assert waiter is not None
         self._add_callback(waiter.set)
-        waiter.wait(None if deadline is None else deadline - time.monotonic())
+        waiter.wait(deadline.remaining())
         if waiter.value is not READ:
             return False
         self._remove_callback(waiter.set)

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.promise import Promise
 from rayrpc._concurrency.reader import RELEASED, ReaderRole, ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
@@ -60,7 +61,7 @@ class ReplyReader(abc.ABC):
     def _break_off(self, reason: str) -> None:
         """End the connection."""
 
-    def wait_reply(self, call: ConnectionCall, deadline: float | None) -> None:
+    def wait_reply(self, call: ConnectionCall, deadline: Deadline) -> None:
         """Wait for the reply of a call; read the connection if no other thread does.
 
         Raises:
@@ -88,7 +89,7 @@ class ReplyReader(abc.ABC):
                 raise
             raise
 
-    def _wait_notified(self, call: ConnectionCall, deadline: float | None) -> bool:
+    def _wait_notified(self, call: ConnectionCall, deadline: Deadline) -> bool:
         """Wait for a reply, or to be the reader; return True if this thread is."""
         reads = call.wait_notified(deadline)
         with self._lock:
@@ -112,15 +113,14 @@ class ReplyReader(abc.ABC):
         else:
             self.repair()
 
-    def _read_until(self, call: ConnectionCall, deadline: float | None) -> bool:
+    def _read_until(self, call: ConnectionCall, deadline: Deadline) -> bool:
         """Read until a call is complete; return False if the connection breaks before."""
         stream = self._stream
         assert stream is not None
         while not call.is_done:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left < TICK_SECONDS and not stream.wait(max(0.0, left)):
-                    raise TimeoutError
+            left = deadline.remaining()
+            if left is not None and left < TICK_SECONDS and not stream.wait(left):
+                raise TimeoutError
             message = self._next(stream)
             if message is not None:
                 self._complete(message)

@@ -1,4 +1,14 @@
-"""Write messages to a connection in batches, from any thread, without blocking it for long."""
+"""Write messages to a connection in batches, from any thread, without blocking it for long.
+
+One thread at a time is the writer:
+
+    IDLE ── send, flush ──> WRITING ── all is written ──> IDLE
+    WRITING ── the peer does not read, or an exception strikes the writer ──> HANDED_OVER
+    HANDED_OVER ── a thread of the cache begins ──> WRITING
+    any ── the connection has ended ──> BROKEN
+
+IDLE is writer 0, HANDED_OVER a writer that is no thread, WRITING any other.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ need no hand-over, and no call waits for another one's function.
 A connection that has been idle for a while is not read until something arrives; one thread waits
 for all of these.
 
+    READING ── no request for a while ──> IDLE ── bytes arrive ──> READING
+    READING ── the thread is released: another one reads ──> READING
+    any ── close, the end of the peer, an error ──> CLOSED
+
 A peer that does not read its replies gets no more of them than fit into ``MAX_UNREAD_BYTES``: its
 further requests are not read, and those that wait for a thread do not begin.
 """
