@@ -3,9 +3,7 @@
 import logging
 
 import pytest
-from torch.futures import Future
 
-from rayrpc._concurrency.outcome import Error, Value, complete
 from rayrpc._concurrency.promise import Promise
 
 
@@ -55,25 +53,3 @@ def test_what_an_interrupt_has_left_is_done_again():
     fresh = Promise()
     fresh.set_again(1)
     assert fresh.value == 1
-
-
-@pytest.mark.parametrize("outcome", [Value(2), Error(ValueError("late"))], ids=["value", "error"])
-def test_a_future_that_the_program_has_completed_keeps_its_value(outcome):
-    future = Future()
-    future.set_result(1)
-    complete(future, outcome)
-    assert future.wait() == future.value() == 1
-
-
-def test_a_future_that_the_program_completes_just_now_keeps_its_value(monkeypatch):
-    class Racing(Future):
-        def done(self):  # the program completes it right after it was looked at
-            before = super().done()
-            if not before:
-                self.set_result(1)
-            return before
-
-    for outcome in Value(2), Error(ValueError("late")):
-        future = Racing()
-        complete(future, outcome)
-        assert future.wait() == 1
