@@ -442,13 +442,6 @@ def test_close_may_be_called_twice(sides):
     caller.transport.close()
 
 
-def test_a_frame_survives_packing():
-    sent = frame(3, b"d")
-    sent.meta, sent.is_async = {"a": [1]}, True
-    got = Frame.unpack(sent.pack())
-    assert got == sent
-
-
 def test_errors_of_the_callee_itself_end_the_call(sides):
     caller, callee = sides
 
