@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import threading
@@ -18,7 +17,6 @@ from rayrpc._concurrency.outcome import Value
 from rayrpc._protocol.membership import Change, Member
 from rayrpc._protocol.messages import Kind
 from rayrpc._runtime import caller as caller_module
-from rayrpc._runtime.hooks import Hook
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._transports.memory import MemoryDirectory, MemoryHub
 from rayrpc.errors import (
@@ -629,62 +627,3 @@ def test_a_static_group_that_stays_incomplete_names_the_missing_ranks():
 def test_a_refused_join_says_why(a, start):
     with pytest.raises(GroupError, match="RPC worker name a is not unique"):
         start("a")
-
-
-# Hooks
-
-
-class Recorder(Hook):
-    name = "recorder"
-
-    def __init__(self, log):
-        self.log = log
-
-    def before_send(self, call):
-        self.log.append(f"send {call.mode} {call.to.name}")
-        call.meta[self.name] = "there"
-        return super().before_send(call)
-
-    def after_send(self, call, future):
-        self.log.append("sent")
-        return future
-
-    def before_run(self, call):
-        self.log.append(f"receive {call.meta[self.name]}")
-        return super().before_run(call)
-
-    @contextlib.contextmanager
-    def before_reply(self, call):
-        yield
-        call.reply_meta[self.name] = "back"
-
-    def on_result(self, call, value, meta):
-        self.log.append(f"result {meta}")
-        return value * 10
-
-
-class Uninterested(Recorder):
-    def wants(self):
-        return False
-
-
-@pytest.mark.parametrize("way", ["sync", "future"])
-def test_hooks_accompany_a_call_there_and_back(start, way):
-    log = []
-    a, b = start("a", hooks=[Recorder(log)]), start("b", hooks=[Recorder(log)])
-    if way == "sync":
-        assert a.sync(b, add, 1, 2) == 30
-    else:
-        assert a.future(b, add, 1, 2).wait() == 30
-    if way == "future":
-        log.remove("sent")  # before or after the call is received
-    mode = {"sync": "sync", "future": "async"}[way]
-    assert log == [f"send {mode} b", "receive there", "result back"]
-
-
-def test_a_hook_that_does_not_want_a_call_is_not_asked(start):
-    log = []
-    hook = Uninterested(log)
-    a, b = start("a", hooks=[hook]), start("b", hooks=[hook])
-    assert a.sync(b, add, 1, 2) == a.future(b, add, 1, 2).wait() == 3
-    assert log == []
