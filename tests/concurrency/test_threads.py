@@ -1,16 +1,13 @@
-"""Threads on demand, slots, cells."""
+"""Threads on demand, and slots."""
 
 import threading
 
 import pytest
 from conftest import eventually
 from interrupting import strikes
-from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency import threads
-from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._concurrency.threads import SingleThread, Slots, ThreadCache
-from rayrpc._runtime.rrefs.cell import Cell
 
 
 @pytest.fixture
@@ -256,27 +253,3 @@ class TestSlots:
         done = threading.Event()
         slots.submit(done.set)
         assert done.wait(60)
-
-
-@in_virtual_time()
-def test_waiters_and_callbacks_of_a_cell_get_the_outcome():
-    cell, got = Cell(), []
-    cell.on_done(got.append)
-    threading.Timer(1.0, lambda: cell.set(Value(3))).start()
-    assert cell.wait(60) == Value(3)
-    cell.on_done(got.append)
-    assert got == [Value(3), Value(3)]
-
-
-class TestCell:
-    def test_waiting_has_a_timeout(self):
-        with pytest.raises(TimeoutError):
-            Cell().wait(0.01)
-
-    def test_each_unwrap_raises_a_copy_of_the_error(self):
-        error = ValueError("x")
-        cell = Cell(Error(error))
-        for _ in range(2):
-            with pytest.raises(ValueError, match="x"):
-                cell.wait().unwrap()
-        assert error.__traceback__ is None
