@@ -104,6 +104,10 @@ class TestScripted:
         traced = torch.jit.trace(lambda x: x * 4, torch.ones(1))
         assert through(codec, traced)(torch.ones(1)).item() == 4
 
+    def test_so_does_one_that_was_never_python(self, codec):
+        unit = torch.jit.CompilationUnit("def double(x: Tensor):\n    return x * 2\n")
+        assert through(codec, unit.double)(torch.ones(1)).item() == 2
+
     @pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), torch.nn.ReLU()])
     def test_a_module_is_a_copy_of_its_own(self, codec, module):
         module = torch.jit.script(module)
