@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 import weakref
+from typing import Any
 
 import pytest
 from conftest import run_in_threads
@@ -37,9 +38,13 @@ class Slotted(Exception):
     __slots__ = ("code",)
 
 
+class Stop(BaseException):
+    """What no ``except Exception`` catches."""
+
+
 class Unprintable(Exception):
     def __str__(self):
-        raise KeyboardInterrupt
+        raise Stop
 
     __repr__ = __str__
 
@@ -75,7 +80,7 @@ class TestFresh:
         assert copy.__traceback__ is None
 
     def test_attributes_come_along(self):
-        error = WithRequired("file", code=7)
+        error: Any = WithRequired("file", code=7)
         error.__notes__ = ["seen on Tuesday"]
         copy = fresh(error)
         assert (copy.path, copy.code, copy.__notes__) == ("file", 7, ["seen on Tuesday"])
@@ -129,7 +134,8 @@ class TestError:
     def test_two_are_equal_whether_their_errors_are_known_or_not(self):
         error = ValueError("x")
         assert Error(error) == Error(error, call="f", is_known=True)
-        assert Error(error) != Error(error, "pickled") and Error(error) != Value(error)
+        value: Any = Value(error)
+        assert Error(error) != Error(error, "pickled") and Error(error) != value
 
     def test_an_unwrapped_value_is_the_very_object(self):
         thing = [1]
@@ -257,8 +263,8 @@ class TestComplete:
 
         future = Racing()
         complete(future, made)
-        assert future.wait() == 1
         assert isinstance(made, Value) or made.is_known
+        assert future.wait() == 1
 
     def test_an_error_of_the_future_itself_is_raised(self):
         class Broken(Future):

@@ -4,6 +4,7 @@ import gc
 import pickle
 import struct
 import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ class TestRefused:
     @pytest.mark.parametrize("length", [0, 1, HEAD.size - 1])
     def test_a_header_that_is_too_short(self, length):
         head = Frame(Kind.CALL, 0, 1).pack()[:length]
-        with pytest.raises(FrameError, match="^the header of a frame is malformed: "):
+        with pytest.raises(FrameError, match=r"^the header of a frame is malformed: "):
             Frame.unpack(head)
 
     @pytest.mark.parametrize("kind", [len(Kind), 255])
@@ -147,12 +148,12 @@ class TestRefused:
             Frame.unpack(HEAD.pack(kind, 0, 1, 0, 2, 0))
 
     def test_an_unknown_flag(self):
-        with pytest.raises(FrameError, match="^the flags of a frame do not fit its length$"):
+        with pytest.raises(FrameError, match=r"^the flags of a frame do not fit its length$"):
             Frame.unpack(HEAD.pack(Kind.CALL, 16, 1, 0, 2, 0))
 
     @pytest.mark.parametrize("kind", RREF_KINDS)
     def test_a_frame_that_has_to_name_an_rref_and_does_not(self, kind):
-        with pytest.raises(FrameError, match="^a frame names no RRef$"):
+        with pytest.raises(FrameError, match=r"^a frame names no RRef$"):
             Frame.unpack(HEAD.pack(kind, 0, 1, 0, 2, 0))
 
     def test_identities_that_are_cut(self):
@@ -167,7 +168,7 @@ class TestRefused:
 
     def test_a_damaged_pickle_which_is_not_read(self):
         more = pickle.dumps((Runs(), (), ()))
-        with pytest.raises(FrameError, match="^the RRef messages of a frame are damaged$"):
+        with pytest.raises(FrameError, match=r"^the RRef messages of a frame are damaged$"):
             Frame.unpack(packed(more, checksum=zlib.crc32(more) ^ 1))
         assert not ran
 
@@ -245,17 +246,18 @@ class TestBuffers:
 
     @pytest.mark.parametrize("order", ["C", "F"])
     def test_they_are_the_bytes_in_the_order_of_memory(self, order):
-        array = np.asarray(np.arange(6, dtype=np.int16).reshape(2, 3), order=order)
+        array: Any = np.asarray(np.arange(6, dtype=np.int16).reshape(2, 3), order=order)
         made = flat(pickle.PickleBuffer(array))
         assert made.tobytes() == array.tobytes(order="A") and made.format == "B"
         assert size_of(Payload(b"not counted", [pickle.PickleBuffer(array), b"", b"xyz"])) == 15
 
     def test_a_view_of_larger_items_is_bytes_too(self):
-        made = flat(memoryview(np.arange(3, dtype=np.float64)))
+        array: Any = np.arange(3, dtype=np.float64)
+        made = flat(memoryview(array))
         assert (made.nbytes, made.itemsize, len(made)) == (24, 1, 24)
 
     def test_memory_with_gaps_is_refused(self):
-        gaps = np.arange(10)[::2]
+        gaps: Any = np.arange(10)[::2]
         for buffer in (pickle.PickleBuffer(gaps), memoryview(gaps)):
             with pytest.raises((BufferError, TypeError)):
                 flat(buffer)

@@ -21,6 +21,11 @@ def reply(data=b"reply", buffers=()):
     return Frame(Kind.VALUE, 5, 2, call_id=7, data=data, buffers=list(buffers))
 
 
+def replying(made):
+    """Return a callee that replies so to all calls."""
+    return lambda frame, may_block=True: made
+
+
 class Unprintable(Exception):
     def __str__(self):
         raise ValueError("no text")
@@ -117,7 +122,7 @@ class TestServing:
     def test_a_reply_is_a_copy_of_what_the_callee_made(self):
         memory = bytearray(b"first")
         pending, made = PendingReply(), reply(buffers=[memory])
-        pending.serve(lambda frame, may_block: made, REQUEST)
+        pending.serve(replying(made), REQUEST)
         memory[:] = b"later"
         got = pending.wait(0)
         assert got is not made and got.data == b"reply" and got.buffers == [b"first"]
@@ -125,7 +130,7 @@ class TestServing:
     def test_a_late_reply_is_a_copy_too(self):
         memory = bytearray(b"first")
         pending, deferred = PendingReply(), Deferred()
-        pending.serve(lambda frame, may_block: deferred, REQUEST)
+        pending.serve(replying(deferred), REQUEST)
         assert not pending.is_done
         deferred.set(reply(buffers=[memory]))
         memory[:] = b"later"
@@ -145,7 +150,7 @@ class TestServing:
 
     def test_what_the_callee_returns_is_the_reply_itself(self):
         for made in (reply(), Deferred()):
-            assert served(lambda frame, may_block, made=made: made, REQUEST) is made
+            assert served(replying(made), REQUEST) is made
 
     @pytest.mark.parametrize(
         ("error", "text"),
@@ -160,7 +165,7 @@ class TestServing:
     def test_whatever_the_callee_raises_its_reply_is_an_error_of_the_call(
         self, caplog, error, text
     ):
-        def serve(frame, may_block):
+        def serve(frame, may_block=True):
             raise error
 
         made = served(serve, REQUEST)
@@ -171,7 +176,7 @@ class TestServing:
         assert pickle.loads(kind) is CallError and (name, state) == ("CallError", {})
 
     def test_an_error_of_the_callee_is_logged_with_its_traceback(self, caplog):
-        def serve(frame, may_block):
+        def serve(frame, may_block=True):
             raise KeyError("broken")
 
         with caplog.at_level(logging.ERROR):
@@ -216,11 +221,12 @@ class TestDeferred:
 class TestCopied:
     def test_it_shares_no_memory(self):
         memory = bytearray(b"first")
-        frame = Frame(Kind.CALL, 5, 1, call_id=7, meta={"a": [1]}, data=b"x", buffers=[memory])
+        meta = {"a": [1]}
+        frame = Frame(Kind.CALL, 5, 1, call_id=7, meta=meta, data=b"x", buffers=[memory])
         got = copied(frame)
         assert got == frame
         memory[:] = b"later"
-        frame.meta["a"].append(2)
+        meta["a"].append(2)
         assert got.buffers == [b"first"] and got.meta == {"a": [1]}
 
     def test_its_buffers_can_be_written_to(self):

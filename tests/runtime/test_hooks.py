@@ -247,10 +247,13 @@ class TestWhoTakesPart:
         ]
 
     def test_what_a_hook_wants_is_asked_for_each_call(self, start):
-        hook = Steps("x")
         answers = iter([True, False, True])
-        hook.wants = lambda: next(answers)
-        a, b = start("a", hooks=[hook]), start("b")
+
+        class Choosing(Steps):
+            def wants(self):
+                return next(answers)
+
+        a, b = start("a", hooks=[Choosing("x")]), start("b")
         for _ in range(3):
             a.sync(b, add, 1, 2)
         assert log.count("x: before_send") == 2

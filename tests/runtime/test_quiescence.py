@@ -3,6 +3,7 @@
 import itertools
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import eventually, run_in_threads
@@ -77,7 +78,7 @@ def made(parts):
     """Return what makes a ``Quiescence`` and its directory."""
 
     def make(*args):
-        directory = Directory(parts, *args)
+        directory: Any = Directory(parts, *args)
         return Quiescence(parts, parts.caller, parts.callee, directory), directory
 
     return make
