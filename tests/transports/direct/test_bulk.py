@@ -1,8 +1,7 @@
-"""Large messages between nodes: a connection of their own, and memory that is used again."""
+"""Large messages between nodes: a connection of their own."""
 
 import gc
 import os
-import sys
 import threading
 import time
 from typing import Any
@@ -21,7 +20,6 @@ from direct_workers import (
 
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._transports.direct.bulk_replies import BULK_BYTES
-from rayrpc._transports.direct.received_memory import ReceivedMemory
 from rayrpc._transports.direct.wire import message_parts
 from rayrpc.errors import CallLostError, WorkerDiedError
 
@@ -32,30 +30,6 @@ LARGE = os.urandom(BULK_BYTES + 1)
 def pair():
     with groups() as make:
         yield make({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
-
-
-def interrupted_at(number, function, call):
-    """Call, and raise KeyboardInterrupt at a line of a function; return False if fewer run."""
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code is not function.__code__:
-            return None
-        left -= event == "line"
-        if not left:
-            raise KeyboardInterrupt
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(outer)
-    return False
 
 
 class TestConnection:
@@ -284,70 +258,3 @@ class TestWhatTheProgramWritesLater:
         hold.set()
         assert bytes(pending.wait(WAIT_SECONDS).buffers[0]) == want
         assert first is None or first.wait(WAIT_SECONDS)
-
-
-class TestReceivedMemory:
-    def test_memory_is_used_again_when_the_last_buffer_in_it_is_deleted(self):
-        memory = ReceivedMemory()
-        first = memory.acquire(1 << 20)
-        first[:3] = b"abc"
-        part = first[1:3]
-        address = np.frombuffer(first, np.uint8).ctypes.data
-        del first
-        other = memory.acquire(1 << 20)
-        assert np.frombuffer(other, np.uint8).ctypes.data != address
-        assert bytes(part) == b"bc"
-        del part
-        gc.collect()
-        again = memory.acquire((1 << 20) - 100)
-        assert np.frombuffer(again, np.uint8).ctypes.data == address
-        assert len(again) == (1 << 20) - 100 and not again.readonly
-
-    def test_what_is_free_for_a_while_is_freed(self, monkeypatch):
-        memory = ReceivedMemory()
-        memory.acquire(1 << 20)  # deleted at once
-        memory.trim()
-        assert memory._free_bytes >= 1 << 20
-        monkeypatch.setattr("rayrpc._transports.direct.received_memory.MAX_FREE_SECONDS", -1.0)
-        memory.trim()
-        assert memory._free_bytes == 0 and not memory._free
-
-    def test_no_more_is_kept_than_the_limit(self, monkeypatch):
-        monkeypatch.setattr("rayrpc._transports.direct.received_memory.MAX_FREE_BYTES", 3 << 20)
-        memory = ReceivedMemory()
-        buffers = [memory.acquire(1 << 20) for _ in range(5)]
-        del buffers
-        memory.trim()
-        assert 0 < memory._free_bytes <= 3 << 20
-
-    def test_an_interrupt_while_memory_is_taken_back_keeps_none_in_use(self):
-        for number in range(1, 200):
-            memory: Any = ReceivedMemory()
-            for _ in range(2):
-                memory.acquire(1 << 20)  # deleted at once
-            if not interrupted_at(number, ReceivedMemory._collect, memory.trim):
-                break
-            memory.trim()
-            assert not memory._used and not memory._deleted
-            assert memory._free_bytes in (0, 1 << 20, 2 << 20)
-            assert sum(map(len, memory._free.values())) << 20 == memory._free_bytes
-        assert 5 < number < 199
-
-    def test_threads_get_memory_of_their_own(self):
-        memory = ReceivedMemory()
-        wrong = []
-
-        def use(number):
-            for step in range(300):
-                buffer = memory.acquire(70_000)
-                buffer[:2] = buffer[-2:] = bytes([number, step % 256])
-                time.sleep(0)
-                if bytes(buffer[:2]) != bytes(buffer[-2:]) or buffer[0] != number:
-                    wrong.append((number, step))
-
-        threads = [threading.Thread(target=use, args=(n,)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_SECONDS)
-        assert not wrong
