@@ -104,10 +104,16 @@ def _take(settings: Settings, starts: bool) -> tuple[socket.socket, str]:
             else "no Ray cluster that rayrpc has started for this user runs on this host; name one "
             "by --address, RAY_ADDRESS or the config file"
         )
-    answer = _answer_of(lease, START_SECONDS)
-    if not answer.startswith(READY):
-        reason = answer or f"see {log}"
-        raise ClusterError(f"no local Ray cluster could be started: {reason}")
+    answer = ""
+    try:
+        with contextlib.suppress(TimeoutError):
+            answer = _answer_of(lease, START_SECONDS)
+        if not answer.startswith(READY):
+            reason = answer or f"see {log}"
+            raise ClusterError(f"no local Ray cluster could be started: {reason}")
+    except BaseException:
+        lease.close()  # else the error, which refers to this frame, would keep it
+        raise
     return lease, answer.removeprefix(READY)
 
 
