@@ -20,7 +20,7 @@ from rayrpc import config, errors
 from rayrpc._concurrency import notices
 from rayrpc._protocol.membership import Member
 from rayrpc._transports.ray import directory_client, ray_api
-from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports, poll_seconds
+from rayrpc._transports.ray.directory_answers import MOST_MEMBERS, SharedReports
 from rayrpc._transports.ray.directory_client import RayDirectory
 
 
@@ -110,11 +110,6 @@ def test_the_members_of_a_large_group_read_one_list():
     assert isinstance(answer, SharedReports)
     for directory in directories:
         directory.leave()
-
-
-def test_members_of_large_groups_poll_less_often():
-    """The rate is that of a few hundred, as long as silence is noticed in time."""
-    assert [poll_seconds(10.0, members) for members in (1, 400, 800, 5000)] == [2.0, 2.0, 4.0, 5.0]
 
 
 STATIC = """
