@@ -1,7 +1,5 @@
 """One worker's part of the graph in a pass: which stages run when, and their gradients."""
 
-import functools
-import threading
 from typing import Any
 
 import pytest
@@ -16,10 +14,8 @@ from graph_parts import (
     totals_of,
 )
 
-from rayrpc._autograd import whole_run
 from rayrpc._autograd.functions import SEND_NODE
 from rayrpc._autograd.graph import ROOTS, WHOLE_RUN, GradGraph
-from rayrpc.errors import RpcError
 
 
 @pytest.fixture
@@ -283,118 +279,3 @@ def test_a_failing_hook_of_a_leaf_leaves_its_grad_alone(weight):
         assert weight.grad is kept
     hook.remove()
     assert len(weight._backward_hooks or ()) == 0
-
-
-def test_a_whole_run_that_waits_can_be_aborted(weight):
-    shared = weight * 2
-    back, _ = received(torch.ones(3, 3))
-    loss = (back + shared).sum()
-    graph = GradGraph({ROOTS: root(loss), 1: entry(shared)}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    assert graph.run() == WHOLE_RUN
-    with pytest.raises(RpcError, match="has ended"):
-        graph.run_whole(lambda *_: graph.abort())
-
-
-def test_a_whole_run_that_was_aborted_before_it_began_does_not_wait(weight):
-    """Its part fails while the thread for it is started."""
-    shared = weight * 2
-    back, _ = received(torch.ones(3, 3))
-    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    assert graph.run() == WHOLE_RUN
-    graph.abort()
-    with pytest.raises(RpcError, match="has ended"):
-        graph.run_whole(lambda *_: None)
-
-
-def test_a_local_pass_beside_a_whole_run_keeps_its_gradients(weight):
-    """Its hooks are on nodes that both run, in two threads."""
-    weight.register_hook(lambda gradient: gradient * 1)
-    shared = weight * 2
-    back, _ = received(torch.ones(3, 3))
-    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=True)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    backward = functools.partial((shared * 5).sum().backward, retain_graph=True)
-
-    def leave(node, gradients):
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join(60)
-        graph.add_gradients(1, gradients)
-
-    assert graph.run() == WHOLE_RUN
-    gradients = {}
-    graph.run_whole(leave).accumulate_into(gradients, threading.Lock())
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, torch.full((3, 3), 10.0))
-    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 4.0))
-
-
-def test_the_first_node_of_a_thread_runs_before_any_wait(weight):
-    """Its number is 0, which is that of the nodes that wait."""
-    made = []
-
-    def begin():
-        back, node = received(torch.ones(3, 3))
-        made.append((back, node))
-
-    entries, replies, loss = {}, {}, weight * 1
-    for key in range(1, 6):
-        shared = weight * key
-        thread = threading.Thread(target=begin)  # the receive function is its first node
-        thread.start()
-        thread.join(60)
-        back, node = made[-1]
-        assert node._sequence_nr() == 0
-        entries[key] = entry(shared, key=key)
-        replies[node] = lambda gradients, key=key: (key, gradients)
-        loss = loss + back + shared
-    graph = GradGraph({ROOTS: root(loss.sum()), **entries}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    gradients = run_to_end(graph, replies)
-    torch.testing.assert_close(gradients[weight], torch.full((3, 3), 1 + 2 * 15.0))
-
-
-def test_a_run_that_waits_has_no_node_in_another_thread(weight):
-    """Else nodes of an accelerator's thread could make others ready, or fail, behind the wait."""
-    enabled = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            enabled.append(torch._C._is_multithreading_enabled())
-            return gradient
-
-    shared = Look.apply(weight)
-    back, node = received(torch.ones(3, 3))
-    graph = GradGraph({ROOTS: root((back + shared).sum()), 1: entry(shared)}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    assert graph.run() == WHOLE_RUN
-    run_to_end(graph, {node: lambda gradients: (1, gradients)})
-    assert enabled == [False] and torch._C._is_multithreading_enabled()
-
-
-def test_all_that_is_ready_has_run_before_a_wait(weight, monkeypatch):
-    waits, left = [], []
-    wait = whole_run.WholeRun.wait
-    monkeypatch.setattr(
-        whole_run.WholeRun,
-        "wait",
-        lambda run, key: (waits.append((key, len(left))), wait(run, key))[1],
-    )
-    entries, replies, value = {}, {}, weight * 1
-    for key in range(1, 9):
-        entries[key] = entry(value, key=key)
-        back, node = received(torch.ones(3, 3))
-        # the gradients come only if the pass goes on beside the wait
-        replies[node] = lambda gradients, key=key: (left.append(key), (key, gradients))[1]
-        value = torch.tanh(back * value) + value
-    graph = GradGraph({ROOTS: root(value.sum()), **entries}, retain=False)
-    graph.add_gradients(ROOTS, [torch.ones(())])
-    run_to_end(graph, replies)
-    assert waits == [(key, 9 - key) for key in range(8, 0, -1)]
