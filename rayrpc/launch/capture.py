@@ -97,13 +97,13 @@ class Capture:
         self._asked = self._answered = 0
         self._stalled = self._closed = False
         self._last = Event()  # children have closed the output, too
+        self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         pipes = []
         try:
             self._socket.settimeout(CONNECT_SECONDS)
             self._socket.connect(address)
             pipes = [os.pipe(), os.pipe()]
-            self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
             with tempfile.TemporaryFile() as file:
                 file.truncate(STATE_BYTES)
                 self._state = mmap.mmap(file.fileno(), STATE_BYTES)
@@ -114,6 +114,7 @@ class Capture:
             if self._socket.recv(1) != HELLO:
                 raise ConnectionError("the collector of output closed the connection")
         except OSError:
+            self._dump.close()
             self._socket.close()
             for fd in (fd for pipe in pipes for fd in pipe):
                 os.close(fd)
