@@ -34,10 +34,24 @@ class Stream:
         self.is_intact = True
         self.readers = []  # idents of the threads that have read, one a message
         self.one_reads = threading.Event()
+        self.overlaps = 0  # how often two threads have read at once
+        self.before_first_read = lambda: None
         self._current = None
+        self._in_use = threading.Lock()
 
     def read(self):
+        before, self.before_first_read = self.before_first_read, lambda: None
+        before()
         self.one_reads.set()
+        if not self._in_use.acquire(blocking=False):
+            self.overlaps += 1
+            return self._read()
+        try:
+            return self._read()
+        finally:
+            self._in_use.release()
+
+    def _read(self):
         if self._current is None:
             try:
                 got = self.received.get(timeout=TICK_SECONDS)
@@ -71,8 +85,8 @@ class Connection(ReplyReader):
         self.reasons = []
         self._release_reader()  # it is connected
 
-    def call(self, number):
-        call = self.calls[number] = ConnectionCall(self, number, None, self._lock)
+    def call(self, number, kind=ConnectionCall):
+        call = self.calls[number] = kind(self, number, None, self._lock)
         return call
 
     def receive(self, *what):
@@ -105,7 +119,7 @@ class Connection(ReplyReader):
 
 @pytest.fixture
 def threads():
-    threads = ThreadCache("caller", soft_limit=100, idle_seconds=0.2)
+    threads = ThreadCache("caller", soft_limit=100, idle_seconds=0.05)
     yield threads
     threads.close()
 
@@ -215,7 +229,7 @@ class TestTurns:
             each.join(WAIT_SECONDS)
         assert got == list(range(1, rounds * len(kinds) + 1)) and done.empty()
         assert eventually(lambda: connection.schedule.state == IDLE)
-        assert not connection.reasons
+        assert not connection.reasons and not connection.stream.overlaps
 
 
 class TestTimeouts:
@@ -240,6 +254,29 @@ class TestTimeouts:
         assert waits_for_turn(calls[2])
         connection.receive(1, 3)
         assert first.end() is None and last.end() is None
+        assert connection.schedule.state == IDLE
+
+    def test_one_that_has_timed_out_as_it_is_chosen_passes_the_turn_on(self, connection):
+        happened = []
+
+        class GivesUp(ConnectionCall):
+            def end_turn(self):
+                super().end_turn()
+                if not happened:  # it is among those that wait still
+                    assert eventually(lambda: len(readers) == 2) and waits_for_turn(calls[2])
+                    connection.receive(1)
+                    happened.append(readers[0].end())
+                    connection.receive(3)
+                    happened.append(readers[1].end())
+
+        calls = [connection.call(1), connection.call(2, GivesUp), connection.call(3)]
+        readers = [Waiter(calls[0])]
+        assert connection.stream.one_reads.wait(WAIT_SECONDS)
+        gives_up = Waiter(calls[1], timeout=0.04)
+        assert waits_for_turn(calls[1])
+        readers.append(Waiter(calls[2]))
+        assert isinstance(gives_up.end(), TimeoutError)
+        assert happened == [None, None]
         assert connection.schedule.state == IDLE
 
     def test_a_reply_that_has_arrived_is_taken_after_the_deadline_too(self, connection):
@@ -338,8 +375,8 @@ class TestCallbacks:
         assert done.get(timeout=WAIT_SECONDS)
 
     @pytest.mark.parametrize("tells", [True, False])
-    def test_another_thread_reads_on_while_a_callback_blocks(self, connection, tells):
-        """It tells so; else the watchdog finds it."""
+    def test_another_thread_reads_on_while_a_callback_blocks(self, connection, threads, tells):
+        """It tells so; else the watchdog finds it. The thread that blocked reads no more."""
         go, done = threading.Event(), threading.Event()
 
         def block(_):
@@ -354,8 +391,13 @@ class TestCallbacks:
             assert done.wait(WAIT_SECONDS)
             first, second = connection.stream.readers
             assert first != second
+            third = threading.Event()
+            connection.call(3).on_done(lambda _: third.set())
         finally:
             go.set()
+        assert eventually(lambda: threads.size == 1)  # the other one has ended
+        connection.receive(3)
+        assert third.wait(WAIT_SECONDS) and not connection.stream.overlaps
         assert eventually(lambda: connection.schedule.state == IDLE)
 
     def test_a_caller_reads_on_while_a_callback_blocks(self, connection):
@@ -395,24 +437,66 @@ class TestReadIfIdle:
         assert "unexpected" in connection.reasons[0]
 
 
-def test_an_interrupt_of_a_wait_at_any_point_leaves_a_reader_for_the_others(threads):
+@pytest.mark.parametrize("next_is", ["a caller", "a callback"])
+def test_an_interrupt_of_the_reader_at_any_point_leaves_another_one(threads, next_is):
     watchdog = ReaderWatchdog()
     for strike in strikes([reply_reader.__file__]):
         connection = Connection(threads, watchdog)
         struck, other = connection.call(1), connection.call(2)
         done: queue.SimpleQueue = queue.SimpleQueue()
+        waiters: list[Waiter] = []
+
+        def begin(other=other, done=done, waiters=waiters):
+            if next_is == "a callback":
+                other.on_done(done.put)
+            else:
+                waiters.append(Waiter(other))
+                assert waits_for_turn(other)
+
+        connection.stream.before_first_read = begin
         connection.receive(1)
         strike(functools.partial(struck.wait, WAIT_SECONDS))
-        connection.call(3).on_done(done.put, urgent=False)
-        waiter = Waiter(other)
-        connection.receive(3, 2)
-        assert waiter.end() is None, f"at point {strike.number}"
-        assert done.get(timeout=WAIT_SECONDS), f"at point {strike.number}"
+        if not connection.stream.one_reads.is_set():  # it was struck before
+            connection.stream.before_first_read = lambda: None
+            if next_is == "a callback":
+                other.on_done(done.put)
+            else:
+                waiters.append(Waiter(other))
+        connection.receive(2)
+        if next_is == "a callback":
+            assert done.get(timeout=WAIT_SECONDS), f"at point {strike.number}"
+        else:
+            assert waiters[0].end() is None, f"at point {strike.number}"
         assert struck.wait(WAIT_SECONDS).call_id == 1
         assert eventually(lambda: connection.schedule.state == IDLE)  # noqa: B023 - in this round
-        assert not connection.reasons
+        assert not connection.reasons and not connection.stream.overlaps
     watchdog.close()
     assert strike.number > 10
+
+
+def test_where_the_end_of_a_wait_is_interrupted_too_another_thread_ends_it(connection):
+    struck = []
+
+    class Struck(ConnectionCall):
+        def end_turn(self):
+            if not struck:
+                struck.append(threading.current_thread())
+                raise KeyboardInterrupt
+            super().end_turn()
+            struck.append(threading.current_thread())
+
+    calls = [connection.call(1), connection.call(2, Struck), connection.call(3)]
+    reader = Waiter(calls[0])
+    assert connection.stream.one_reads.wait(WAIT_SECONDS)
+    waiter = Waiter(calls[1], timeout=0.02)
+    assert isinstance(waiter.end(), KeyboardInterrupt)
+    assert eventually(lambda: len(struck) == 2) and struck[0] is not struck[1]
+    last = Waiter(calls[2])
+    assert waits_for_turn(calls[2])
+    connection.receive(1)
+    assert reader.end() is None
+    connection.receive(3)
+    assert last.end() is None and not connection.reasons
 
 
 @pytest.mark.parametrize("comes", ["late", "early"])

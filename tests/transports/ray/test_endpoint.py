@@ -91,7 +91,8 @@ class TestStates:
         endpoint.attach(Server())
         assert calling() == (b"frame", True)
 
-    def test_a_call_that_waits_is_refused_when_the_worker_leaves(self, endpoint):
+    def test_a_call_that_waits_is_refused_when_the_worker_leaves(self, endpoint, monkeypatch):
+        monkeypatch.setattr(endpoint_module, "ATTACH_SECONDS", 1000.0)
         endpoint.reserve()
         calling = in_thread(lambda: endpoint.call(b"frame"))
         endpoint.detach()
