@@ -235,6 +235,7 @@ class TestStartAhead:
         assert local_lease.start_ahead(NOW) == forks
         path = starts.commands[0][3]
         assert local_lease.join_local(NOW, starts=True) == "1.2.3.4:5"
+        assert len(starts.cluster.leases) == 1
         assert len(starts.commands) == 1 and local_lease.fork_server() == Path(path).with_suffix(
             FORKS
         )
