@@ -1,6 +1,7 @@
 """From ``init_rpc``'s arguments to an agent: defaults, refusals and what is closed after them."""
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -169,8 +170,9 @@ class TestArguments:
         assert not opened.keys
 
     def test_options_of_another_backend_are_refused(self, opened):
+        options: Any = RpcBackendOptions()
         with pytest.raises(TypeError, match="must be a `TensorPipeRpcBackendOptions`"):
-            make_agent("me", 0, 1, RpcBackendOptions(), Settings(), api.user_api)
+            make_agent("me", 0, 1, options, Settings(), api.user_api)
         assert not opened.keys
 
     def test_the_environment_is_asked_for_what_no_argument_says(self, join, opened):

@@ -1,9 +1,11 @@
 """Starting workers' actors, ending them, and sending the program's folder; Ray is a stand-in's."""
 
 import types
+from typing import Any
 
 import pytest
 
+from rayrpc._transports.ray import ray_api
 from rayrpc.config import Settings, WorkerResources
 from rayrpc.errors import ConfigError, PlacementError
 from rayrpc.launch import folder as folder_module
@@ -20,13 +22,16 @@ class Method:
         return self.result
 
 
-class Actor:
+class _Actor:
     """A hosted worker: whether it lacks the folder."""
 
     def __init__(self, name="", lacks=False):
         self.name = name
         self.lacks_folder = Method(lacks)
         self.leave_group = Method(f"{name} left")
+
+
+Actor: Any = _Actor
 
 
 class Ray:
@@ -77,7 +82,7 @@ class Ray:
 def ray(monkeypatch):
     ray = Ray()
     monkeypatch.setattr(starting, "ray", ray)
-    monkeypatch.setattr(starting.ray_api, "submit", lambda method: method.remote())
+    monkeypatch.setattr(ray_api, "submit", lambda method: method.remote())
     monkeypatch.setattr(starting, "this_node", lambda: "this node")
     monkeypatch.setattr(starting, "_sent", {})
     return ray
@@ -165,7 +170,10 @@ class TestFolder:
     def test_where_it_is_not_rayrpcs_to_send_no_worker_is_asked(
         self, ray, program, settings, has_folder
     ):
-        actors = [types.SimpleNamespace(), types.SimpleNamespace()]  # that can be asked nothing
+        actors: list[Any] = [
+            types.SimpleNamespace(),
+            types.SimpleNamespace(),
+        ]  # that can be asked nothing
         program = program if has_folder else Program()
         assert send_folder(program, settings, actors) == [None, None]
 

@@ -2,6 +2,7 @@
 
 import threading
 import uuid
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,11 +187,12 @@ class TestTransport:
     @pytest.fixture
     def pair(self, hub):
         """A caller, and a callee that keeps what it is asked."""
-        made, served = [], []
+        made: list[Any] = []
+        served: list[Frame] = []
         for number, name in enumerate("ab"):
             made.append(MemoryTransport(hub, f"address-{name}"))
             member = Member(f"token-{name}", name, number, None, f"address-{name}")
-            made[-1].member = member  # type: ignore[attr-defined]
+            made[-1].member = member
         members = {each.member.id: each.member for each in made}
 
         def serve(frame, may_block=True):

@@ -3,6 +3,7 @@
 import functools
 import queue
 import threading
+from typing import Any
 
 import pytest
 from conftest import eventually
@@ -79,8 +80,8 @@ class Connection(ReplyReader):
 
     def __init__(self, threads, watchdog):
         super().__init__(threads, watchdog)
-        self.stream = Stream()
-        self._stream = self.stream  # type: ignore[assignment]
+        stream: Any = Stream()
+        self.stream = self._stream = stream
         self.calls = {}
         self.reasons = []
         self._release_reader()  # it is connected

@@ -2,10 +2,12 @@
 
 import threading
 import types
+from typing import Any
 
 import pytest
 import ray
 from conftest import eventually
+from ray._private import worker
 
 from rayrpc._transports.ray import actor_exit
 from rayrpc._transports.ray.actor_exit import ActorExit
@@ -19,8 +21,10 @@ class Process:
     def __init__(self):
         self.mode = ray.WORKER_MODE
         self.actor_id = types.SimpleNamespace(is_nil=lambda: False, hex=lambda: "actor-1")
-        self.core_worker = types.SimpleNamespace(get_current_actor_should_exit=lambda: self.exits)
         self.exits = False
+        self.core_worker: Any = types.SimpleNamespace(
+            get_current_actor_should_exit=lambda: self.exits
+        )
         self.state = "ALIVE"
         self.asked = []
 
@@ -34,7 +38,7 @@ class Process:
 @pytest.fixture
 def process(monkeypatch):
     process = Process()
-    monkeypatch.setattr(actor_exit.worker, "global_worker", process)
+    monkeypatch.setattr(worker, "global_worker", process)
     monkeypatch.setattr(actor_exit, "state", process)
     monkeypatch.setattr(actor_exit, "through_client", lambda: False)
     monkeypatch.setattr(actor_exit, "hosted_endpoint", lambda: None)

@@ -8,7 +8,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RaySystemError
 
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
-from rayrpc._transports.ray import inspection
+from rayrpc._transports.ray import inspection, ray_api
 from rayrpc._transports.ray.directory_answers import DIRECTORY_NAME, Description
 from rayrpc._transports.ray.endpoint import from_wire, to_wire
 from rayrpc._transports.ray.inspection import GroupAnswers, ask_groups, describe
@@ -52,9 +52,9 @@ def actors(monkeypatch):
         return [{"namespace": namespace, "name": name} for namespace, name in known]
 
     monkeypatch.setattr(ray.util, "list_named_actors", named)
-    monkeypatch.setattr(inspection.ray_api, "get_actor", get_actor)
-    monkeypatch.setattr(inspection.ray_api, "get", get)
-    monkeypatch.setattr(inspection.ray_api, "submit", lambda method: method.remote())
+    monkeypatch.setattr(ray_api, "get_actor", get_actor)
+    monkeypatch.setattr(ray_api, "get", get)
+    monkeypatch.setattr(ray_api, "submit", lambda method: method.remote())
     monkeypatch.setattr(inspection, "through_client", lambda: False)
     return known
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -218,10 +219,10 @@ class TestJoinWithoutAStart:
             os.utime(path, (1000.0 + number,) * 2)
         run(own, "ready own").close()
         assert local_lease.join_local(NOW, starts=False) == "cluster-gone"
-        local_lease._lease.close()
+        end_lease()
         paths[2].unlink()
         assert local_lease.join_local(NOW, starts=False) == "cluster-new"
-        local_lease._lease.close()
+        end_lease()
         own.unlink()
         run(own, "ready own")
         os.utime(own, (1.0, 1.0))
@@ -319,6 +320,12 @@ class TestOthers:
         monkeypatch.setattr(ray, "get_runtime_context", context_of("elsewhere"))
         local_lease.hold_local_cluster()
         assert eventually(lambda: not cluster.leases)
+
+
+def end_lease():
+    """End the lease of this process."""
+    lease: Any = local_lease._lease
+    lease.close()
 
 
 def context_of(address):
