@@ -210,8 +210,9 @@ class TestTransport:
         sent = np.arange(4, dtype=np.uint8)
         frame = Frame(Kind.CALL, 0, 0, 1, data=b"x", buffers=[sent])
         reply = caller.call(callee.member, frame).wait(WAIT_SECONDS)
-        sent[:] = 9
         served[0].buffers[0][0] = 7  # the callee's own
+        assert list(sent) == [0, 1, 2, 3]
+        sent[:] = 9
         assert list(reply.buffers[0]) == [0, 1, 2, 3]
 
     def test_a_call_to_nobody_says_that_it_is_gone(self, pair):
