@@ -17,7 +17,7 @@ from rayrpc.errors import GroupError
 __all__ = ["Quiescence"]
 
 DRAIN_POLL_SECONDS = 0.002
-# Directory.sync gets this long at least, also if draining used up the timeout.
+# Each step gets this long at least, also if those before have used up the timeout.
 MIN_SYNC_SECONDS = 0.1
 
 
@@ -51,17 +51,16 @@ class Quiescence:
             leaves: end this worker's streams, as ``drain`` does.
 
         Raises:
-            GroupError: a member did not report in time.
+            GroupError: a member did not report in time, or members go on calling.
         """
         release_reader()
         deadline = Deadline(timeout)
         last: dict[str, Any] | None = None
         round_number = 0
         while True:
-            self._wait(timeout, leaves)
-            left = deadline.remaining()
-            if left is not None:
-                left = max(MIN_SYNC_SECONDS, left)
+            left = _left(deadline)
+            self._wait(left, leaves, timeout)
+            left = _left(deadline)
             mine = (self._caller.sent, self._callee.served)
             tag = f"join-{self._joins}-{round_number}"
             self._worker.rrefs.keep_leaks()
@@ -69,6 +68,13 @@ class Quiescence:
             if reports == last:
                 self._joins += 1
                 return
+            if last is not None and deadline.expired:  # else all wait for calls that have ended
+                busy = sorted(name for name in reports if reports[name] != last.get(name))
+                raise GroupError(
+                    f"RPC worker {self._worker.info.name!r} has waited {timeout} s until no member "
+                    f"of the group makes calls, and {', '.join(busy)} still do: end what calls in "
+                    "the background before shutdown"
+                )
             last = reports
             round_number += 1
 
@@ -81,13 +87,20 @@ class Quiescence:
         Raises:
             GroupError: it still does after that.
         """
-        self._wait(timeout, leaves=True)
+        self._wait(timeout, True, timeout)
 
-    def _wait(self, timeout: float | None, leaves: bool) -> None:
+    def _wait(self, seconds: float | None, leaves: bool, timeout: float | None) -> None:
+        """Wait until this worker has no calls under way.
+
+        Args:
+            seconds: None: without limit.
+            leaves: see ``join``.
+            timeout: of the whole wait, for the error.
+        """
         release_reader()
         for stream in list(self._caller.streams) if leaves else ():
             stream.end(shut_down())  # its iterator may never end
-        deadline = Deadline(timeout)
+        deadline = Deadline(seconds)
         find = self._worker.members.find
         while self._caller.active or self._callee.active_for(find):
             if deadline.expired:
@@ -98,3 +111,9 @@ class Quiescence:
                     "`rayrpc stack` shows where they are"
                 )
             time.sleep(DRAIN_POLL_SECONDS)
+
+
+def _left(deadline: Deadline) -> float | None:
+    """Return the seconds that are left, but ``MIN_SYNC_SECONDS`` at least; None: no limit."""
+    left = deadline.remaining()
+    return None if left is None else max(MIN_SYNC_SECONDS, left)

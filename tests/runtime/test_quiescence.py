@@ -134,7 +134,7 @@ class TestJoin:
 
     def test_without_a_timeout_the_directory_has_none_either(self, made):
         joining, directory = made()
-        joining.join(0)
+        joining.join(None)
         assert directory.timeouts == [None, None]
 
     def test_the_directory_gets_what_is_left_of_the_timeout(self, made):
@@ -155,6 +155,17 @@ class TestJoin:
         joining, _ = made()
         joining.join(WAIT, leaves)
         assert bool(stream.errors) is leaves
+
+    def test_members_that_go_on_calling_are_named_when_the_timeout_has_passed(self, made):
+        joining, directory = made([(number, 0) for number in range(9)])
+        with pytest.raises(GroupError, match=r"'me' has waited 1e-06 s .*, and other still do"):
+            joining.join(1e-6)
+        assert len(directory.tags) == 2
+
+    def test_a_timeout_that_has_passed_leaves_time_for_the_second_round(self, made):
+        joining, directory = made([(0, 0), (0, 0)])
+        joining.join(0.0)
+        assert len(directory.tags) == 2
 
     def test_a_round_that_fails_is_the_callers_error(self, made):
         joining, directory = made()
