@@ -277,6 +277,16 @@ class TestType:
         go.set()
         assert rref._get_type() is Thing
 
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_so_it_is_after_an_error_of_its_future(self, a, b, blocking):
+        rref = a.remote(b, make_later, 3)
+        with pytest.raises(CallTimeoutError):
+            rref._get_type(timeout=0.02, blocking=False).wait()
+        go.set()
+        rref.to_here()
+        kind = rref._get_type(blocking=blocking)
+        assert (kind if blocking else kind.wait()) is Thing
+
     def test_a_future_of_it_needs_no_wait(self, a, b):
         rref = a.remote(b, make_later, 3)
         future = rref._get_type(blocking=False)
@@ -328,7 +338,7 @@ class TestDeletion:
     ):
         if died:
             b.die()
-            assert eventually(lambda: a.agent.death_of_owner(b.agent.info))
+            assert eventually(lambda: a.agent.members.death_of_owner(b.agent.info))
         a.agent.shutdown()
         with pytest.raises(RpcError, match=r"has been deleted\. Cannot call to_here"):
             used.to_here()

@@ -249,6 +249,13 @@ class RRef(Generic[T]):
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Return the type of the value, or a Future of it; it is requested once."""
         future = self._type
+        if future is not None and future.done():
+            try:
+                kind = future.value()
+            except Exception:
+                future = None  # such as a time-out: request it again
+            else:
+                return kind if blocking else future
         if future is None:
             if self._cell is not None:
                 future = completed(_rref_typeof_on_owner(self))
@@ -263,11 +270,7 @@ class RRef(Generic[T]):
             return future
         if not future.done():
             release_reader()
-        try:
-            return future.wait()
-        except BaseException:
-            self._type = None  # the next call requests it again
-            raise
+        return future.wait()
 
     def _begin_creation(self) -> Cell:
         """Return the cell that takes the outcome of the call that creates the value."""
