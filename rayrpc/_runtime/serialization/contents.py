@@ -158,6 +158,8 @@ def _can_change(kind: type) -> bool:
         return True
     if issubclass(kind, (type, types.FunctionType, types.ModuleType)):
         return False
+    if kind.__module__ == "builtins":  # functions in C, and other types that have no name there
+        return False
     return not _should_pickle_by_reference(kind)  # of a class of the program
 
 
@@ -206,7 +208,9 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     flat = tensor.detach()
     if flat.layout is not torch.strided or flat.is_quantized or flat.is_nested or flat.is_meta:
         return flat.__reduce_ex__(5)
-    memory: Any = flat.cpu().contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+    flat = flat.cpu().contiguous().resolve_conj().resolve_neg()
+    # a contiguous tensor of one element may have any stride, with which no bytes are seen
+    memory: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
     kind = str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad, str(tensor.device)
     return _Standing, (pickle.PickleBuffer(memory.numpy()), *kind)
 

@@ -1,6 +1,7 @@
 """The content of globals: equal ones have equal digests, and it tells what functions use."""
 
 import ctypes
+import math
 import pickle
 import sys
 import threading
@@ -131,7 +132,9 @@ class TestObjects:
         assert any(each is inner for each in objects.values())
         assert any(each is inner["log"] for each in objects.values())
 
-    @pytest.mark.parametrize("value", [(1, 2), frozenset({1}), range(3), slice(1), 3j, int])
+    @pytest.mark.parametrize(
+        "value", [(1, 2), frozenset({1}), range(3), slice(1), 3j, int, len, math.sqrt, torch.add]
+    )
     def test_what_cannot_be_is_not(self, value):
         assert content_of(value, nowhere).objects == {}
 
@@ -190,6 +193,7 @@ class TestTensors:
     def test_how_it_lies_in_memory_does_not(self):
         tensor = torch.arange(6.0).view(2, 3)
         assert digest(tensor.t().contiguous().t()) == digest(tensor)
+        assert digest(tensor[:1, :1]) == digest(torch.zeros(1, 1))  # of one element, with a stride
         base = torch.tensor([1 + 2j, 3 + 4j])
         assert digest(base.conj()) == digest(base.conj().resolve_conj())
         negated = torch._neg_view(torch.tensor([2.0, 4.0]))
