@@ -197,7 +197,7 @@ class TestJoining:
         join("bob", restarts=-1)
         join("carol", role=Role.GUEST)
         alice, bob, carol = (agent.lookup(name) for name in ("alice", "bob", "carol"))
-        found = {member.id: member.extra for member in agent.members()}
+        found = {member.id: member.extra for member in agent.members.all()}
         assert set(found[alice.id]) == {PROCESS}
         assert found[bob.id][RESTARTS] == -1 and found[carol.id][GUEST] is True
         assert len({extra[PROCESS] for extra in found.values()}) == 1  # one process

@@ -1,12 +1,12 @@
-"""A call on a connection: its reply, its turn to read, and its way to another transport."""
+"""A call on a connection: its reply, its waits to read, and its way to another transport."""
 
 import functools
 import threading
-import time
 
 import pytest
 from interrupting import strikes
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.outcome import Error, Value
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import PendingReply
@@ -71,10 +71,9 @@ class TestReplies:
     def test_a_wait_without_a_timeout_has_no_deadline(self, connection):
         call = connection.call()
         call.set(reply())
-        before = time.monotonic()
-        assert call.wait(None) and call.wait(7.0)
+        assert call.wait(None) and call.wait(WAIT_SECONDS)
         none, deadline = connection.deadlines
-        assert none is None and before + 7.0 <= deadline <= time.monotonic() + 7.0
+        assert none.remaining() is None and 0 < deadline.remaining() <= WAIT_SECONDS
 
     def test_a_reply_that_comes_elsewhere_is_waited_for_there_until_the_same_deadline(
         self, connection
@@ -218,46 +217,46 @@ class TestCallbacks:
         assert strike.number > 3
 
 
-class TestTurns:
-    def test_a_turn_to_read_ends_the_wait_and_the_reply_is_still_to_come(self, connection):
+class TestWaits:
+    def test_a_waiter_that_is_to_read_waits_no_longer(self, connection):
         call = connection.call()
-        turn = call.new_turn()
-        assert turn.set(READ)
-        assert call.wait_turn(None) and not call.is_done
-        later = call.new_turn()
+        waiter = call.new_waiter()
+        assert waiter.set(READ)
+        assert call.wait_notified(Deadline(None)) and not call.is_done
+        later = call.new_waiter()
         call.set(reply())
         assert later.value is None  # only the wait for it would have told it
-        assert call.wait_turn(None) is False
+        assert call.wait_notified(Deadline(None)) is False
 
     def test_the_reply_ends_the_wait_from_another_thread(self, connection):
         call = connection.call()
-        call.new_turn()
+        call.new_waiter()
         reads = []
-        thread = threading.Thread(target=lambda: reads.append(call.wait_turn(None)))
+        thread = threading.Thread(target=lambda: reads.append(call.wait_notified(Deadline(None))))
         thread.start()
         call.set(reply())
         thread.join(WAIT_SECONDS)
         assert reads == [False]
 
-    def test_a_turn_that_has_ended_is_refused_and_the_reply_arrives_all_the_same(self, connection):
+    def test_a_wait_that_has_ended_is_not_notified_and_the_reply_arrives(self, connection):
         call = connection.call()
-        turn = call.new_turn()
+        waiter = call.new_waiter()
         with pytest.raises(TimeoutError):
-            call.wait_turn(time.monotonic() - 1.0)
-        call.end_turn()
-        call.end_turn()
-        assert turn.set(READ) is False and turn.value is not READ
+            call.wait_notified(Deadline(-1.0))
+        call.end_wait()
+        call.end_wait()
+        assert waiter.set(READ) is False and waiter.value is not READ
         assert call.set(reply()) and call.wait(None).data == b"reply"
 
-    def test_a_turn_that_was_given_before_it_ends_stays_given(self, connection):
+    def test_a_waiter_that_was_notified_before_its_wait_ends_stays_so(self, connection):
         call = connection.call()
-        turn = call.new_turn()
-        turn.set(READ)
-        call.end_turn()
-        assert turn.value is READ
+        waiter = call.new_waiter()
+        waiter.set(READ)
+        call.end_wait()
+        assert waiter.value is READ
 
-    def test_a_call_without_a_turn_ends_none(self, connection):
-        connection.call().end_turn()
+    def test_a_call_without_a_waiter_ends_no_wait(self, connection):
+        connection.call().end_wait()
 
 
 class TestUnsentCalls:

@@ -1,4 +1,4 @@
-"""Which thread reads the replies of a connection: turns, time-outs, interrupts and the end."""
+"""Which thread reads the replies of a connection: waits, time-outs, interrupts and the end."""
 
 import functools
 import queue
@@ -155,7 +155,7 @@ class Waiter(threading.Thread):
 
 
 def waits_for_turn(call):
-    return eventually(lambda: call.turn is not None)
+    return eventually(lambda: call.waiter is not None)
 
 
 class TestTurns:
@@ -261,8 +261,8 @@ class TestTimeouts:
         happened = []
 
         class GivesUp(ConnectionCall):
-            def end_turn(self):
-                super().end_turn()
+            def end_wait(self):
+                super().end_wait()
                 if not happened:  # it is among those that wait still
                     assert eventually(lambda: len(readers) == 2) and waits_for_turn(calls[2])
                     connection.receive(1)
@@ -479,11 +479,11 @@ def test_where_the_end_of_a_wait_is_interrupted_too_another_thread_ends_it(conne
     struck = []
 
     class Struck(ConnectionCall):
-        def end_turn(self):
+        def end_wait(self):
             if not struck:
                 struck.append(threading.current_thread())
                 raise KeyboardInterrupt
-            super().end_turn()
+            super().end_wait()
             struck.append(threading.current_thread())
 
     calls = [connection.call(1), connection.call(2, Struck), connection.call(3)]
@@ -502,7 +502,7 @@ def test_where_the_end_of_a_wait_is_interrupted_too_another_thread_ends_it(conne
 
 @pytest.mark.parametrize("comes", ["late", "early"])
 def test_an_interrupt_of_one_that_waits_for_its_turn_keeps_the_next_from_none(threads, comes):
-    """Its turn is given before it is struck, or just then."""
+    """It is notified before it is struck, or just then."""
     watchdog = ReaderWatchdog()
     for strike in strikes([reply_reader.__file__]):
         connection = Connection(threads, watchdog)
