@@ -67,6 +67,8 @@ def lazy(
 
     Raises:
         SerializationError: an argument cannot be sent.
+
+    Source: rayrpc's own; ``rpc.remote`` and ``Await``.
     """
     rref: RRef[T] = api.remote(to, func, args, kwargs, timeout)
     return LazyRemote(rref, timeout)

@@ -1,8 +1,11 @@
 """Public functions say what they take, return and raise."""
 
+import ast
+import builtins
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,20 @@ MODULES = [
     *("rayrpc.parallel.assigner", "rayrpc.parallel.distributed", "rayrpc.parallel.pickle"),
     *("rayrpc.parallel.pool", "rayrpc.parallel.queue", "rayrpc.parallel.server"),
 ]
+
+# Torch's modules whose functions they have; else it is torch.distributed.rpc.
+TORCHS = {
+    "rayrpc.api": "torch.distributed.rpc.api",
+    "rayrpc.autograd": "torch.distributed.autograd",
+    "rayrpc.backend_registry": "torch.distributed.rpc.backend_registry",
+    "rayrpc.functions": "torch.distributed.rpc.functions",
+    "rayrpc.futures": "torch.futures",
+    "rayrpc.internal": "torch.distributed.rpc.internal",
+    "rayrpc.jit": "torch.jit",
+    "rayrpc.nn": "torch.distributed.nn",
+    "rayrpc.optim": "torch.distributed.optim",
+    "rayrpc.options": "torch.distributed.rpc.options",
+}
 
 SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Source|Example):", re.MULTILINE)
 NO_RESULT = ("None", "NoReturn")
@@ -79,6 +96,49 @@ def complaints(name: str, function: Any, text: str) -> Iterator[str]:
     says_result = section(text, "Returns") or SAYS_RESULT.match(text)
     if signature.return_annotation not in (*NO_RESULT, None) and not says_result:
         yield f"{name}: does not say what it returns"
+
+
+def raised_by(function: Any) -> Iterator[type]:
+    """Yield the classes of the errors that a function raises itself."""
+    function = inspect.unwrap(function)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func)
+            cls = function.__globals__.get(name, getattr(builtins, name, None))
+            if isinstance(cls, type):  # else a function that makes the error
+                yield cls
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_functions_say_what_they_raise(module):
+    found = [
+        f"{name}: does not say that it raises {cls.__name__}"
+        for name, function, text in public_functions(module)
+        if not text.startswith("Refuse")
+        for cls in raised_by(function)
+        if not says(section(text, "Raises"), cls)
+    ]
+    assert not found, "\n" + "\n".join(dict.fromkeys(found))
+
+
+def says(text: str, cls: type) -> bool:
+    """Tell whether a text has the name of an error's class, or of a base of it."""
+    names = [each.__name__ for each in cls.__mro__ if each not in (BaseException, object)]
+    return re.search(rf"\b({'|'.join(names)})\b", text) is not None
+
+
+@pytest.mark.parametrize("module", [each for each in MODULES if ".parallel" not in each])
+def test_functions_name_their_source(module):
+    """Those of torch name the original, and the others at the top level that they have none."""
+    torchs = vars(pytest.importorskip(TORCHS.get(module, "torch.distributed.rpc")))
+    found = [
+        f"{name}: names no source"
+        for name, _, text in public_functions(module)
+        if (name in torchs or (module == "rayrpc" and "." not in name))
+        and not section(text, "Source")
+    ]
+    assert not found, "\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("module", MODULES)
