@@ -104,7 +104,7 @@ def replies_with(callee, make_buffers):
 
 def connections(caller, callee):
     """Return the connection of a caller to a callee, and that for large messages."""
-    connection = caller.transport._routes[callee.token].connection
+    connection = caller.transport.routes()[callee.token].connection
     return connection, connection.bulk
 
 

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.threads import SingleThread
 
 __all__ = [
@@ -212,10 +213,19 @@ class ReaderWatchdog:
     Args:
         maintenance (Callable): called every ``MAINTENANCE_SECONDS`` once there was a message; must
             be short.
+        clock (Callable): returns the time in seconds; must not go back.
+        sleep (Callable): takes the seconds.
     """
 
-    def __init__(self, maintenance: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        maintenance: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._maintenance = maintenance
+        self._clock = clock
+        self._sleep = sleep
         self._last_serial: dict[ReaderRole, int] = {}
         # wakes the thread; in C, as an interrupt must not come between
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -254,15 +264,15 @@ class ReaderWatchdog:
 
     def _run(self) -> None:
         quiet = 0
-        due = time.monotonic() + MAINTENANCE_SECONDS
+        due = Deadline(MAINTENANCE_SECONDS, self._clock)
         while not self._closed:
-            if time.monotonic() > due:
-                due = time.monotonic() + MAINTENANCE_SECONDS
+            if due.expired:
+                due = Deadline(MAINTENANCE_SECONDS, self._clock)
                 try:
                     self._maintenance()
                 except Exception:
                     logger.exception("error in the maintenance of connections")
-            time.sleep(TICK_SECONDS)
+            self._sleep(TICK_SECONDS)
             if self._check():
                 quiet = 0
                 continue

@@ -82,7 +82,8 @@ class Agent:
         self.user_api = user_api
         self.objects = objects or NoStore()
         self._options = options
-        self._transport = transport
+        #: carries its frames
+        self.transport = transport
         self._directory = directory
         self._snapshot = snapshot
         self._leaving = threading.Lock()  # acquired once, and never released
@@ -134,7 +135,7 @@ class Agent:
         for change in self._snapshot.restarting:
             self.members.remove(change.member, _death(change), is_restarted=True)
         self._router.start(self.callee.serve)
-        self._transport.start(self.callee.serve, self.members.find, self._snapshot.secret)
+        self.transport.start(self.callee.serve, self.members.find, self._snapshot.secret)
         self._directory.follow(self._snapshot.version, self._apply, self._on_expelled)
 
     # -- timeouts -----------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Agent:
             logger.info("%s", error)
         else:
             logger.debug("%s: %s has left", self.info.name, member.name)
-        self._transport.on_peer_lost(member, error)
+        self.transport.on_peer_lost(member, error)
         self.caller.on_peer_lost(member, error)
         if self.members.find(member.id) is None:  # no successor has its id
             for hook in self.hooks:
@@ -298,7 +299,7 @@ class Agent:
         self.rrefs.close()
         for hook in self.hooks:
             hook.close()
-        self._transport.close()
+        self.transport.close()
         self._replies.close()
         self._threads.close()
 
@@ -310,13 +311,13 @@ class Agent:
         deadline = Deadline(REPLY_SECONDS)
         while self.slots.free < self.slots.limit and not deadline.expired:
             time.sleep(DRAIN_POLL_SECONDS)
-        self._transport.flush_replies(deadline.within(REPLY_SECONDS))
+        self.transport.flush_replies(deadline.within(REPLY_SECONDS))
 
     # -- inspection ---------------------------------------------------------------------------
 
     def sent_bytes(self) -> dict[str, int]:
         """Return the number of bytes sent so far, by kind of transport."""
-        return self._transport.sent_bytes()
+        return self.transport.sent_bytes()
 
     def get_debug_info(self) -> dict[str, str]:
         """Return torch's counters of an agent."""

@@ -1,6 +1,7 @@
 """Hand-over of a connection's reader: when another thread reads on."""
 
 import contextlib
+import queue
 import threading
 import time
 
@@ -9,8 +10,10 @@ from simulation.scheduler import current
 from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency.reader import (
+    MAINTENANCE_SECONDS,
     READING,
     RELEASED,
+    TICK_SECONDS,
     ReaderRole,
     ReaderWatchdog,
     after_reply,
@@ -159,6 +162,82 @@ def test_a_watchdog_that_could_not_start_starts_with_the_next_message(unstartabl
         role.message_received()
         assert hand_over.event.wait(60)  # it stays in the handler
     watchdog.close()
+
+
+class Ticks:
+    """A clock and a sleep: the watchdog's thread goes on when the test says so, tick by tick."""
+
+    def __init__(self):
+        self.now = 0.0
+        self._begun = queue.SimpleQueue()
+        self._slept = queue.SimpleQueue()
+
+    def sleep(self, seconds):
+        self._slept.put(seconds)
+        self._begun.get()
+        self.now += seconds
+
+    def wait(self):
+        """Wait until the watchdog has done what it does at a tick."""
+        assert self._slept.get(timeout=LONG) == TICK_SECONDS
+
+    def pass_one(self):
+        self._begun.put(None)
+        self.wait()
+
+    def end(self):
+        """Let the watchdog run; close it before."""
+        for _ in range(1000):
+            self._begun.put(None)
+
+
+@pytest.fixture
+def ticks():
+    made = Ticks()
+    yield made
+    made.end()
+
+
+def watched_by(ticks, maintenance=lambda: None):
+    return ReaderWatchdog(maintenance, lambda: ticks.now, ticks.sleep)
+
+
+def test_a_reader_is_released_at_the_second_tick_in_one_handler(ticks):
+    hand_over, watchdog = HandOver(), watched_by(ticks)
+    with contextlib.closing(watchdog), ReaderRole(hand_over, watchdog) as role:
+        role.message_received()
+        ticks.wait()
+        ticks.pass_one()
+        assert hand_over.count == 0 and role.state != RELEASED
+        ticks.pass_one()
+        assert hand_over.count == 1 and role.state == RELEASED
+
+
+def test_one_that_goes_on_to_other_messages_is_not(ticks):
+    hand_over, watchdog = HandOver(), watched_by(ticks)
+    with contextlib.closing(watchdog), ReaderRole(hand_over, watchdog) as role:
+        role.message_received()
+        ticks.wait()
+        for _ in range(10):
+            ticks.pass_one()
+            assert role.message_done()
+            role.message_received()
+        assert hand_over.count == 0
+
+
+def test_maintenance_comes_when_it_is_due(ticks):
+    done = []
+    watchdog = watched_by(ticks, lambda: done.append(ticks.now))
+    with contextlib.closing(watchdog), ReaderRole(HandOver(), watchdog) as role:
+        role.message_received()
+        ticks.wait()
+        ticks.pass_one()
+        assert done == []
+        ticks.now = MAINTENANCE_SECONDS
+        ticks.pass_one()
+        assert done == [ticks.now]
+        ticks.pass_one()
+        assert len(done) == 1
 
 
 def test_an_error_of_maintenance_or_of_a_hand_over_does_not_end_the_watchdog(monkeypatch, caplog):

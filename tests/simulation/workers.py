@@ -93,7 +93,7 @@ def start_workers(count: int, slots: int = 16, near: bool = False) -> list[Worke
 def check_connections(transports: Iterable[DirectTransport]) -> None:
     """Check that no call went by the fallback for want of a connection."""
     for transport in transports:
-        for route in transport._routes.values():
+        for route in transport.routes().values():
             assert not route.reason, route.reason
 
 

@@ -25,12 +25,12 @@ if __name__ == "__main__":
 THREE = """
 def connections():
     '''Return my node's address, where I listen, and the families and ends of my connections.'''
-    transport = rpc._get_current_rpc_agent()._transport
+    transport = rpc._get_current_rpc_agent().transport
     server = transport._server
-    listening = [s.getsockname() for s in server._listeners if s.family == socket.AF_INET]
+    listening = [s.getsockname() for s in server.listeners if s.family == socket.AF_INET]
     made = {}
-    for route in transport._routes.values():
-        connection = route.connection._stream._connection
+    for route in transport.routes().values():
+        connection = route.connection.connected_socket
         made[route.connection.peer.name] = connection.family.name, connection.getpeername()
     return transport.node, listening, made
 
@@ -74,14 +74,14 @@ def main(cluster):
 
     # large ones have a connection of their own, in both directions
     def count_by_ray():
-        fallback = rpc._get_current_rpc_agent()._transport._fallback
+        fallback = rpc._get_current_rpc_agent().transport._fallback
         calls, replies = targets.shared["by ray"] = [], []
         call, send_reply = fallback.call, fallback.send_reply
         fallback.call = lambda *a: (calls.append(1), call(*a))[1]
         fallback.send_reply = lambda *a: (replies.append(1), send_reply(*a))[1]
 
     def has_bulk(peer):
-        routes = rpc._get_current_rpc_agent()._transport._routes.values()
+        routes = rpc._get_current_rpc_agent().transport.routes().values()
         (connection,) = (r.connection for r in routes if r.connection.peer.name == peer)
         return connection.bulk is not None and not connection.bulk.is_broken
 
@@ -217,9 +217,9 @@ NODES = {f"w{i}": f"127.0.0.{i}" for i in range(2, 10)}
 
 def ends():
     '''Return the addresses that my connections go to, by peer.'''
-    routes = rpc._get_current_rpc_agent()._transport._routes.values()
+    routes = rpc._get_current_rpc_agent().transport.routes().values()
     connections = [route.connection for route in routes]
-    return {c.peer.name: c._stream._connection.getpeername()[0] for c in connections}
+    return {c.peer.name: c.connected_socket.getpeername()[0] for c in connections}
 
 
 def call_all():

@@ -45,13 +45,13 @@ def look_at(name):
     """Return a worker's peers by connection, its number of incoming ones, and of threads."""
 
     def look():
-        transport = rpc._get_current_rpc_agent()._transport
+        transport = rpc._get_current_rpc_agent().transport
         connections = [
             route.connection.peer.name
-            for route in transport._routes.values()
-            if route.connection._stream
+            for route in transport.routes().values()
+            if route.connection.connected_socket
         ]
-        return sorted(connections), len(transport._server._connections), threading.active_count()
+        return sorted(connections), len(transport._server.connections), threading.active_count()
 
     return rpc.rpc_sync(name, look)
 

@@ -163,6 +163,11 @@ class CallerConnection(ReplyReader):
         return self._stream is None and self.is_broken
 
     @property
+    def connected_socket(self) -> socket.socket | None:
+        """The socket; None: it is not connected yet."""
+        return None if self._stream is None else self._stream.socket
+
+    @property
     def tcp(self) -> socket.socket | None:
         """The socket, if there is a TCP connection now."""
         return None if self._stream is None or self.is_broken else self._stream.tcp

@@ -73,7 +73,8 @@ class DirectServer:
         self._on_connected: Callable[[socket.socket], None] = lambda connection: None
         self._send_elsewhere: SendReply = send_nowhere
         self._expelled: set[str] = set()  # tokens of members that the group declared lost
-        self._listeners: list[socket.socket] = []
+        #: accept connections
+        self.listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
         self._acceptor: Acceptor | None = None
         #: name of the UNIX socket (in Linux's abstract namespace), empty if there is none
@@ -82,9 +83,9 @@ class DirectServer:
         self.port = 0
         if hasattr(socket, "AF_UNIX") and _has_abstract_names():
             self.unix = f"rayrpc-{token}"
-            self._listeners.append(listen_at(socket.AF_UNIX, "\0" + self.unix))
+            self.listeners.append(listen_at(socket.AF_UNIX, "\0" + self.unix))
         if listener is not None:
-            self._listeners.append(listener)
+            self.listeners.append(listener)
             self.port = listener.getsockname()[1]
 
     def start(
@@ -107,7 +108,7 @@ class DirectServer:
         self._on_connected = on_connected
         self._send_elsewhere = send_elsewhere
         self._acceptor = Acceptor(
-            self._listeners,
+            self.listeners,
             lambda: ServerHandshake(self._secret, self._token, self._expelled.__contains__),
             self._add,
             self._encrypt,
@@ -160,7 +161,7 @@ class DirectServer:
     def _close_listeners(self, close_acceptor: Callable[[Acceptor], None]) -> None:
         if self._acceptor is not None:
             close_acceptor(self._acceptor)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.close()
 
     def _encrypt(self, connection: socket.socket) -> socket.socket:

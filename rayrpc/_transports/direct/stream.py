@@ -73,7 +73,7 @@ class Stream:
         memory: ReceivedMemory | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        self._connection = connection
+        self.socket = connection
         self._opened_here = opened_here
         self._threads = threads
         # replies are read whatever the peer does: else two peers could wait for one another
@@ -110,8 +110,8 @@ class Stream:
     @property
     def tcp(self) -> socket.socket | None:
         """The socket, if this is a TCP connection."""
-        is_local = self._connection.family == getattr(socket, "AF_UNIX", None)
-        return None if is_local else self._connection
+        is_local = self.socket.family == getattr(socket, "AF_UNIX", None)
+        return None if is_local else self.socket
 
     @property
     def is_idle(self) -> bool:
@@ -160,7 +160,7 @@ class Stream:
         """
         reader = self._reader
         if self._descriptors is None and self._pool is not None:
-            self._descriptors = receive_socket(self._connection)
+            self._descriptors = receive_socket(self.socket)
         if self.has_unread:
             self.flush()
             if not (reader.wait(UNREAD_SECONDS) and self.wait_until_read(UNREAD_SECONDS)):
@@ -258,12 +258,12 @@ class Stream:
     def stop_receiving(self) -> None:
         """Have ``read`` return what has arrived, and then raise EOFError."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RD)
+            self.socket.shutdown(socket.SHUT_RD)
 
     def shut_down(self) -> None:
         """End the connection for both ends; reads and writes under way end."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection, and free its memory."""
@@ -281,7 +281,7 @@ class Stream:
 
     def _close_received(self) -> None:
         self._mapped.close()
-        self._connection.close()
+        self.socket.close()
         if self._descriptors is not None:
             self._descriptors.close()
 
@@ -315,7 +315,7 @@ class Stream:
             if not self._send_queue.wait_shorter(self._max_unread // 2, deadline.within(seconds)):
                 return False
             with self._unread_lock:
-                if self._send_queue.pending_bytes == 0 and not has_unread(self._connection):
+                if self._send_queue.pending_bytes == 0 and not has_unread(self.socket):
                     self._shared_bytes = 0
                     return True
             if self._shared_bytes:

@@ -97,7 +97,7 @@ class DirectTransport(Transport):
             token, listener, self._threads, self._watchdog, tls, self._memory, self._traffic
         )
         self._silence = SilenceWatch(
-            peer_timeout, lambda: [*self._connections(), *self._server.connections]
+            peer_timeout, lambda: [*self.connections(), *self._server.connections]
         )
         self._secret = b""
         self._routes: dict[str, Route] = {}  # by the peer's token
@@ -183,7 +183,7 @@ class DirectTransport(Transport):
         self._silence.close()
         self._server.close()
         with self._lock:
-            connections = self._connections()
+            connections = self.connections()
             self._routes.clear()
         for connection in connections:
             connection.fail(CallError("RPC was shut down on this worker"))
@@ -192,6 +192,10 @@ class DirectTransport(Transport):
         self._threads.close()
 
     # -- routes -------------------------------------------------------------------------------
+
+    def routes(self) -> dict[str, Route]:
+        """Return how calls reach the peers that were called, by their tokens."""
+        return dict(self._routes)
 
     def _open_route(self, peer: Member) -> Route:
         with self._lock:
@@ -247,7 +251,8 @@ class DirectTransport(Transport):
         """Tell whether a peer is on this node, and reached by a UNIX socket."""
         return to.node == self._node_id and bool(to.unix and self._server.unix)
 
-    def _connections(self) -> list[CallerConnection]:
+    def connections(self) -> list[CallerConnection]:
+        """Return the connections to peers, those for large messages included."""
         found = [c for each in list(self._routes.values()) if (c := each.connection) is not None]
         return found + [each.bulk for each in found if each.bulk is not None]
 
@@ -255,7 +260,7 @@ class DirectTransport(Transport):
         """Free the memory that connections have not used for a while."""
         self._server.trim()
         self._memory.trim()
-        for connection in self._connections():
+        for connection in self.connections():
             connection.trim()
 
     def _log_fallback(self, peer: Member, reason: str) -> None:
@@ -380,7 +385,7 @@ class DirectTransport(Transport):
     def close_after_fork(self) -> None:
         """Close the descriptors that a forked child inherited."""
         self._server.close_after_fork()
-        for connection in self._connections():
+        for connection in self.connections():
             connection.close_after_fork()
 
 

@@ -275,7 +275,7 @@ class _Run:
             memory._collect()
             assert not memory._used, "received memory is in use"
             assert worker.transport._server._bulk.is_empty, "a large reply waits"
-            connections = worker.transport._connections()
+            connections = worker.transport.connections()
             streams = [each._stream for each in connections if each._stream and not each.is_broken]
             for connection in connections:
                 kept = {} if connection.is_broken else connection._calls

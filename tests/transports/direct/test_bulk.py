@@ -184,7 +184,7 @@ class TestLoss:
         memory = callee.transport._memory
         frame = Frame(Kind.CALL, 0, 1, 2, data=b"x")
         message = b"".join(message_parts(2, frame.pack(), [memoryview(LARGE)]))
-        large._stream._connection.sendall(message[: len(message) // 2])
+        large.connected_socket.sendall(message[: len(message) // 2])
         assert eventually(lambda: memory._used)
         small.break_off("cut by the test")
         assert eventually(lambda: end.socket.fileno() == -1)

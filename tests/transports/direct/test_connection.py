@@ -381,7 +381,7 @@ class TestUnauthenticatedConnections:
         assert connection.call(frame(2, b"x")).wait(WAIT_SECONDS).data == b"x"
 
     def test_the_server_listens_at_the_nodes_address_only(self, callee):
-        for listener in callee.server._listeners:
+        for listener in callee.server.listeners:
             if listener.family == socket.AF_INET:
                 assert listener.getsockname()[0] == "127.0.0.1"
             assert not listener.get_inheritable()

@@ -61,17 +61,17 @@ def reasons(caplog):
 
 def route_to(name):
     agent = rpc._get_current_rpc_agent()
-    return agent._transport._routes[agent.lookup(name).token]
+    return agent.transport.routes()[agent.lookup(name).token]
 
 
 def cut_connection(name, how):
-    route_to(name).connection._stream._connection.shutdown(how)
+    route_to(name).connection.connected_socket.shutdown(how)
 
 
 def forget_connection(name):
     """Let the next call open a connection as if it were the first."""
     agent = rpc._get_current_rpc_agent()
-    route = agent._transport._routes.pop(agent.lookup(name).token, None)
+    route = agent.transport._routes.pop(agent.lookup(name).token, None)
     if route is not None:
         route.connection.fail(errors.CallLostError("forgotten"))
 
@@ -80,7 +80,7 @@ def close_listeners(name):
     """Let a worker accept no connections any more, and have none to it from here."""
 
     def close():
-        for listener in rpc._get_current_rpc_agent()._transport._server._listeners:
+        for listener in rpc._get_current_rpc_agent().transport._server.listeners:
             listener.close()
 
     rpc.rpc_sync(name, close)
@@ -147,7 +147,7 @@ class TestAuto:
 
     def test_calls_to_a_peer_that_refuses_connections_go_by_ray(self, reasons):
         def change_secret(secret):
-            server = rpc._get_current_rpc_agent()._transport._server
+            server = rpc._get_current_rpc_agent().transport._server
             old, server._secret = server._secret, secret
             return old
 
@@ -288,7 +288,7 @@ class TestDirect:
                 call()
             assert not isinstance(got.value, errors.WorkerDiedError)
         assert len(reasons("carol")) == 1
-        unconnected = rpc._get_current_rpc_agent()._transport._unconnected
+        unconnected = rpc._get_current_rpc_agent().transport._unconnected
         monkeypatch.setattr(unconnected, "_only", False)
         assert count_of("carol") == 0
 

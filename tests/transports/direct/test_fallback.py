@@ -24,7 +24,7 @@ def group():
 
 
 def route(caller, callee):
-    return caller.transport._routes[callee.token]
+    return caller.transport.routes()[callee.token]
 
 
 def test_small_calls_within_a_node_use_its_unix_socket(group):
@@ -37,7 +37,7 @@ def test_small_calls_between_nodes_use_tcp_at_the_nodes_addresses(group):
     caller, callee = group({"node": "127.0.0.2"}, {"node": "127.0.0.3"})
     assert caller.call(callee).wait(WAIT_SECONDS).data == b"x"
     assert caller.fallback.calls == [] and not route(caller, callee).is_near
-    (listener,) = [s for s in callee.transport._server._listeners if s.family == socket.AF_INET]
+    (listener,) = [s for s in callee.transport._server.listeners if s.family == socket.AF_INET]
     assert listener.getsockname()[0] == "127.0.0.3"
 
 
@@ -64,7 +64,7 @@ def test_the_loss_of_a_peer_ends_its_calls_on_both_transports(group):
     caller.fallback.on_peer_lost = lambda peer, error: lost.complete(Error(error))
     caller.call(callee).wait(WAIT_SECONDS)
     caller.transport.on_peer_lost(callee.member, WorkerDiedError("w1", "killed"))
-    assert lost.is_done and callee.token not in caller.transport._routes
+    assert lost.is_done and callee.token not in caller.transport.routes()
 
 
 def test_an_address_leads_to_the_endpoint_of_its_fallback():
@@ -90,7 +90,7 @@ def test_addresses_load_neither_torch_nor_ray():
 def test_a_forked_child_closes_the_descriptors_of_its_parents_transport(group):
     caller, callee = group({}, {})
     caller.call(callee).wait(WAIT_SECONDS)
-    listeners = callee.transport._server._listeners
+    listeners = callee.transport._server.listeners
     pid = os.fork()
     if pid == 0:
         os._exit(0 if all(listener.fileno() == -1 for listener in listeners) else 1)
@@ -113,7 +113,7 @@ class TestNearOnly:
 
     def test_no_listener_is_on_the_network(self, group):
         a, b = group({"near_only": True}, {"node": "127.0.0.2"})
-        assert [s.family for s in a.transport._server._listeners] == [socket.AF_UNIX]
+        assert [s.family for s in a.transport._server.listeners] == [socket.AF_UNIX]
         assert b.call(a, 1).wait(WAIT_SECONDS).data == b"x"  # also for peers that would connect
         assert [call_id for _, call_id in b.fallback.calls] == [1]
 

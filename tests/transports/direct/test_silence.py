@@ -133,7 +133,7 @@ def test_a_connection_is_made_again_and_what_is_called_meanwhile_goes_by_the_fal
     caller, callee = held
     assert call(caller, callee) == b"x"
     seconds.now = 11.0
-    assert eventually(lambda: caller.transport._routes[callee.token].reason)
+    assert eventually(lambda: caller.transport.routes()[callee.token].reason)
     assert call(caller, callee, b"meanwhile") == b"meanwhile"
     seconds.now = 0.0
     assert eventually(lambda: goes_direct(caller, callee))
@@ -149,7 +149,7 @@ def test_a_connection_that_breaks_is_made_again_when_the_peer_listens_again(grou
         connection.close()
     with contextlib.suppress(CallLostError):  # the first call finds it out
         call(caller, callee)
-    assert eventually(lambda: caller.transport._routes[callee.token].reason)
+    assert eventually(lambda: caller.transport.routes()[callee.token].reason)
     assert call(caller, callee, b"meanwhile") == b"meanwhile"
     server._secret = secret
     assert eventually(lambda: goes_direct(caller, callee))

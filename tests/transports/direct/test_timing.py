@@ -80,7 +80,7 @@ def test_they_arrive_if_a_large_request_makes_their_connection(times):
             time.sleep(0.001)
         assert eventually(lambda: len(outcomes) == 7)
         assert all(each.unwrap().buffers[0] == LARGE for each in outcomes)
-        for each in caller.transport._connections():
+        for each in caller.transport.connections():
             assert eventually(lambda each=each: not (each._calls or each._early))
 
 
@@ -161,7 +161,7 @@ def test_the_reply_to_a_call_that_was_interrupted_is_read():
         caller.transport.on_interrupted_call()
         time.sleep(60)
         assert callee.served == 1 and callee.transport._server._bulk.is_empty
-        assert not any(each._calls for each in caller.transport._connections())
+        assert not any(each._calls for each in caller.transport.connections())
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -191,7 +191,7 @@ def test_the_two_connections_are_lost_and_made_again_together(broken):
         before[broken].break_off("cut by the test")
         assert eventually(lambda: all(each.is_broken for each in before))
         assert eventually(lambda: connections(caller, callee)[0] is not before[0])
-        assert eventually(lambda: caller.transport._routes[callee.token].reason == "")
+        assert eventually(lambda: caller.transport.routes()[callee.token].reason == "")
         assert caller.call(callee, 2).wait(WAIT_SECONDS).buffers[0] == LARGE
         assert not set(before) & set(connections(caller, callee))
 

@@ -233,7 +233,7 @@ class TestTransport:
             for caller, callee in ((a, near), (a, far), (far, a)):
                 assert caller.call(callee, number, data).wait(WAIT_SECONDS).data == data
         kinds = [
-            type(caller.transport._routes[callee.token].connection._stream._connection).__name__
+            type(caller.transport.routes()[callee.token].connection.connected_socket).__name__
             for caller, callee in ((a, near), (a, far), (far, a))
         ]
         assert kinds == ["socket", "TlsSocket", "TlsSocket"]
