@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from rayrpc import config
 from rayrpc._autograd.leader import run_backward
-from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._runtime import current
 from rayrpc._runtime.agent import Agent
@@ -204,7 +203,7 @@ def _finalize_shutdown() -> None:
 
 # -- calls --------------------------------------------------------------------------------------
 
-user_api = ModuleApi(sys.modules[__name__], LazyRemote, run_backward)
+user_api = ModuleApi(sys.modules[__name__], run_backward)
 
 
 def _prepare(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Invocation:

@@ -13,7 +13,6 @@ from torch.futures import Future
 from rayrpc import api, config
 from rayrpc._autograd.leader import run_backward
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, complete
-from rayrpc._jit.lazy import LazyRemote
 from rayrpc._protocol.ids import WorkerInfo
 from rayrpc._protocol.membership import Change
 from rayrpc._runtime import current
@@ -350,9 +349,6 @@ class GroupApi:
     @property
     def remote(self) -> Callable[..., Any]:
         return self.group.remote
-
-    def lazy(self, rref: Any, timeout: float) -> Any:
-        return LazyRemote(rref, timeout)
 
     def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
         run_backward(context_id, roots, retain_graph, self.group._agent)

@@ -17,10 +17,10 @@ from torch.futures import Future
 
 from rayrpc import api
 from rayrpc._concurrency.reader import release_reader
-from rayrpc._jit.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
-from rayrpc._jit.lazy import LazyRemote
 from rayrpc._jit.tasks import start_task
+from rayrpc._runtime.awaitable import Await, awaitable, awaitable_nowait, awaitable_wait
 from rayrpc._runtime.invocation import Invocation, To
+from rayrpc._runtime.rrefs.lazy import LazyRemote
 from rayrpc.options import UNSET_RPC_TIMEOUT
 from rayrpc.rref_proxy import RRef
 

@@ -27,6 +27,7 @@
     hooks               what accompanies calls: profiling, distributed autograd
     rrefs               handles, proxies and values of RRefs
     objects             objects of the cluster's store, as arguments and as copies of values
+    awaitable           values that are computed when they are first used
     user_api            the functions of the layers above that RRefs call
     current             the agent of this process
     native_names        torch's native functions on it

@@ -54,6 +54,7 @@ _PACKAGES = (
 # ... but not that of these modules, which run users' code.
 _FREE = (
     "rayrpc._concurrency.outcome",
+    "rayrpc._runtime.awaitable",
     "rayrpc._runtime.coroutines",
     "rayrpc._runtime.invocation",
     "rayrpc._runtime.operators",
@@ -62,8 +63,9 @@ _FREE = (
 )
 
 
-# ... and these run the function of a call, nothing else.
+# ... and these run users' functions, nothing else.
 _FUNCTIONS = (
+    "rayrpc._runtime.awaitable",
     "rayrpc._runtime.invocation",
     "rayrpc._runtime.operators",
     "rayrpc._runtime.running",

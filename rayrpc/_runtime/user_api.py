@@ -28,9 +28,6 @@ class UserApi(Protocol):
     def remote(self) -> Callable[..., Any]:
         """The function ``remote``."""
 
-    def lazy(self, rref: Any, timeout: float) -> Any:
-        """Return an ``Await`` of the value of an RRef."""
-
     def backward(self, context_id: int, roots: Sequence[Any], retain_graph: bool) -> None:
         """Run a backward pass of distributed autograd."""
 
@@ -40,18 +37,15 @@ class ModuleApi:
 
     Args:
         module (ModuleType): has ``rpc_sync``, ``rpc_async`` and ``remote``.
-        lazy (Callable): makes the ``Await`` of an RRef, given a timeout.
         backward (Callable): runs a backward pass; see ``UserApi``.
     """
 
     def __init__(
         self,
         module: ModuleType,
-        lazy: Callable[[Any, float], Any],
         backward: Callable[[int, Sequence[Any], bool], None],
     ) -> None:
         self._module = module
-        self.lazy = lazy
         self.backward = backward
 
     @property

@@ -61,6 +61,7 @@ def lazily() -> None:
     assert_type(rpc.lazy("bob", double, args=(1,)).wait(), int)
     assert_type(jit.awaitable(double, 1), jit.Await[int])
     assert_type(jit.awaitable(double, 1).wait(), int)
+    assert_type(rpc.remote("bob", double, args=(1,)).lazy().wait(), int)
     lazy = rpc.lazy("bob", double, args=(1,))
     assert_type(lazy + 1, Any)
     assert_type(2**lazy, Any)

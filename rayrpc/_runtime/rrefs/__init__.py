@@ -2,6 +2,7 @@
 
     handle           RRef, which users hold
     proxy            ``rref.rpc_sync().method()`` and its like
+    lazy             the ``Await`` of a value, fetched from its owner
     gradients        ``rref.backward()``
     context          the protocol's table (``_protocol.rref_table``) with a lock, messages, handles
     upkeep           the context's thread: deletions, retransmission

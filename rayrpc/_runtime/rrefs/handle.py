@@ -18,6 +18,7 @@ from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.rrefs.creation_site import users_line
 from rayrpc._runtime.rrefs.handle_protocol import Forks
 from rayrpc._runtime.rrefs.home import Home, get_home
+from rayrpc._runtime.rrefs.lazy import LazyRemote
 from rayrpc._runtime.rrefs.proxy import RRefProxy
 from rayrpc._runtime.rrefs.unusable import deleted, foreign, raise_creation_timeout
 from rayrpc._runtime.rrefs.value_type import _rref_typeof_on_owner, completed
@@ -232,7 +233,7 @@ class RRef(Generic[T]):
         """
         return RRefProxy(self, self._home.user_api.remote, timeout)
 
-    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def lazy(self, timeout: float = UNSET_RPC_TIMEOUT) -> LazyRemote[T]:
         """Return an ``Await`` of the value, which is fetched when it is first used.
 
         Args:
@@ -241,7 +242,7 @@ class RRef(Generic[T]):
         Returns:
             ``LazyRemote``: it is sent to other workers as a reference.
         """
-        return self._home.user_api.lazy(self, timeout)
+        return LazyRemote(self, timeout)
 
     def _get_api(self) -> UserApi:
         return self._home.user_api

@@ -1,4 +1,4 @@
-"""How often a directory answers without news."""
+"""How often a directory answers while nothing changes."""
 
 import itertools
 

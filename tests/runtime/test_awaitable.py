@@ -14,8 +14,8 @@ from conftest import eventually
 from torch import nn
 
 import rayrpc as rpc
-from rayrpc._jit.awaitable import Await
-from rayrpc._jit.lazy import LazyRemote
+from rayrpc._runtime.awaitable import Await
+from rayrpc._runtime.rrefs.lazy import LazyRemote
 from rayrpc.jit import awaitable, awaitable_nowait, awaitable_wait
 
 WAIT = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from rayrpc._jit.awaitable import Await
+from rayrpc._runtime.awaitable import Await
 from rayrpc._runtime.rrefs.reference import Reference
 from rayrpc.options import UNSET_RPC_TIMEOUT
 
