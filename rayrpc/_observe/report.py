@@ -23,7 +23,7 @@ from rayrpc._observe.rref_list import rref_report
 from rayrpc._observe.stacks import users_stack
 from rayrpc._observe.tables import duration
 from rayrpc._runtime.agent import Agent
-from rayrpc._runtime.invocation import NOTHING, Invocation
+from rayrpc._runtime.invocation import NOTHING, Invocation, plain_name
 from rayrpc._runtime.open_call import OpenCall, Request
 from rayrpc._runtime.rrefs.cell import Cell
 from rayrpc._runtime.served_call import ServedCall
@@ -45,8 +45,7 @@ def function_name(func: object) -> str:
         return func or ""
     if isinstance(func, functools.partial):
         return function_name(func.func)
-    name = getattr(func, "__qualname__", None) or type(func).__qualname__
-    name = name.removeprefix("_VariableFunctionsClass.")  # torch.add and its like
+    name = plain_name(func)
     module = getattr(func, "__module__", None) or ""
     return name if module in ("", "__main__", "__mp_main__", "builtins") else f"{module}.{name}"
 

@@ -21,6 +21,7 @@ __all__ = [
     "forwards",
     "is_asked_ahead",
     "is_prompt",
+    "plain_name",
     "prompt",
     "user_function",
 ]
@@ -127,5 +128,10 @@ def user_function(func: object) -> str:
     module = getattr(func, "__module__", None) or ""
     if module == PROXY_MODULE:
         return "a method of an RRef's value"
-    name = getattr(func, "__qualname__", None) or type(func).__qualname__
-    return "" if module.startswith("rayrpc._") else str(name)
+    return "" if module.startswith("rayrpc._") else plain_name(func)
+
+
+def plain_name(func: object) -> str:
+    """Return the name of a callable as users write it, without its module."""
+    name: str = getattr(func, "__qualname__", None) or type(func).__qualname__
+    return name.removeprefix("_VariableFunctionsClass.")  # of torch.add and its like

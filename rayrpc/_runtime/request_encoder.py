@@ -7,7 +7,7 @@ import itertools
 from rayrpc._protocol.ids import EPOCH_BITS, GloballyUniqueId
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import EMPTY, Frame, Kind, Meta, Payload
-from rayrpc._runtime.invocation import Invocation, is_prompt
+from rayrpc._runtime.invocation import Invocation, is_prompt, plain_name
 from rayrpc._runtime.serialization.devices import refuse
 from rayrpc._runtime.serialization.tensors import NoDeviceError
 from rayrpc._runtime.worker import Worker
@@ -47,7 +47,7 @@ class RequestEncoder:
         except NoDeviceError as exc:
             raise refuse(exc.device, "Request", to.name) from None
         except SerializationError as exc:
-            name = getattr(invocation.func, "__qualname__", repr(invocation.func))
+            name = plain_name(invocation.func)
             raise SerializationError(
                 f"The call of {name} on RPC worker {to.name!r} {exc}"
             ) from exc.__cause__

@@ -230,7 +230,7 @@ class ServedStreams:
         handle = self._own.get(rref_id) if rref_id.created_on == self._me.id else None
         cell: Cell = self._rrefs.lookup(rref_id) if handle is None else handle._cell
         outcome: Outcome[ServedIterator] | None = cell.value
-        if outcome is None:  # else its creator knows that it is there
+        if outcome is None:  # a caller requests values when it has the reply to ``open_iterator``
             raise CallError(f"the stream of RRef {rref_id} has not been opened")
         return outcome
 

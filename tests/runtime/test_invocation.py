@@ -104,6 +104,7 @@ class TestNames:
             (Callable(), "Callable"),
             (functools.partial(join, 1), "partial"),
             (len, "len"),
+            (torch.add, "add"),
             ("method", "method"),
             (RRefProxy, "a method of an RRef's value"),
             (invocation.prompt, ""),
