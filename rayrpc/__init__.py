@@ -2,6 +2,43 @@
 
 ``import rayrpc as rpc`` gives torch's API; ``rayrpc.install()`` puts it in torch's own place.
 Importing has no side effect, and loads torch and Ray only when a name needs them.
+
+What programs import:
+
+    api               ``init_rpc``, ``rpc_sync``, ``rpc_async``, ``remote``, ``shutdown``
+    rref_proxy        ``RRef``
+    functions         ``async_execution``
+    futures           ``wait_all``, ``as_completed``; ``await`` for Futures
+    options           the backend's options, with torch's checks
+    backend_registry  the backends that ``init_rpc`` accepts
+    internal          picklers of libraries
+    autograd          distributed autograd
+    optim             distributed optimizers
+    nn                ``RemoteModule``
+    jit               ``fork``, ``wait``, ``Await``
+    groups            joins, connects to and finds groups; ``group`` has the ``Group`` itself
+    streams           generators of other workers
+    cancellation      ``cancel``
+    objects           ObjectRefs of Ray
+    reloading         edited modules
+    observe           ``status``, ``rrefs``, ``profile``
+    parallel          the API of ``machin.parallel``
+    config            the settings
+    errors            every error, with its words
+    compat            ``install``: rayrpc in torch's place
+    cli               the command ``rayrpc``, its options and exit codes
+
+How it is made, from the top:
+
+    launch            workers as Ray actors
+    startup           from ``init_rpc``'s arguments to an agent
+    _jit              tasks of ``fork``
+    _autograd         backward passes over several workers
+    _observe          profiles, traces and reports of calls
+    _runtime          one worker: its calls, its RRefs, its members
+    _transports       how frames and membership travel: connections, Ray
+    _protocol         messages and state machines, pure
+    _concurrency      threads, waits and deadlines
 """
 
 from __future__ import annotations

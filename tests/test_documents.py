@@ -43,6 +43,10 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 MAKE = re.compile(r"(?:^|`)make ([a-z][\w-]*)", re.MULTILINE)
 
 
+PACKAGES = sorted((ROOT / "rayrpc").rglob("__init__.py"))
+TOUR = re.compile(r"^ {4}(\w+) {2,}|``(\w+)``", re.MULTILINE)
+
+
 def identify(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -261,3 +265,24 @@ def test_the_drawing_of_the_imports_is_up_to_date():
     drawing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawing)
     assert drawing.PAGE.read_text() == drawing.draw(), "run python docs/draw_imports.py"
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=identify)
+def test_a_packages_docstring_is_a_tour_of_its_modules(package):
+    tour = ast.get_docstring(ast.parse(package.read_text())) or ""
+    modules = {path.stem for path in package.parent.glob("*.py")} - {"__init__", "__main__"}
+    modules |= {path.parent.name for path in package.parent.glob("*/__init__.py")}
+    named = {name for pair in TOUR.findall(tour) for name in pair}
+    assert_none(sorted(f"does not name {module}" for module in modules - named))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=identify)
+def test_what_heads_a_line_of_a_tour_is_a_module(package):
+    tour = ast.get_docstring(ast.parse(package.read_text())) or ""
+    heads = re.findall(r"^ {4}([a-z_]+) {2,}[^<\s]|^(?:-|\d\.) ``(\w+)``", tour, re.MULTILINE)
+    folder = package.parent
+    assert_none(
+        f"names {name}, which is no module"
+        for name in sorted({name for pair in heads for name in pair if name})
+        if not (folder / f"{name}.py").exists() and not (folder / name / "__init__.py").exists()
+    )

@@ -20,7 +20,8 @@ A backward pass then meets:
 - ``explore``: which messages the roots depend on.
 - ``participant``: every worker's part, with its states.
 - ``part_calls``: the calls between parts, and their replies.
-- ``graph``: one worker's part of the graph, run by torch's engine (``engine``) in stages.
+- ``graph``: one worker's part of the graph, run by torch's engine (``engine``) in stages, along
+  the ``edges`` between its nodes.
 - ``whole_run``: the rest of a part in one run of the engine, where stages would share nodes.
 - ``accumulate``: gradients of leaves, added up and with their hooks run.
 

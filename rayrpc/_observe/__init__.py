@@ -7,6 +7,7 @@ By hooks on the path of calls; no other code asks whether they are on:
 - ``kineto``: ``KinetoHook``, calls as events of ``torch.profiler``.
 - ``server_profile``: a profile of all calls that a worker serves.
 - ``trace``: when each call is made, received, run and answered, while ``rpc.profile`` records.
+- ``call_log``: a line in the log for each call, at both ends.
 - ``trace_file``: one picture of what all workers have recorded (pure).
 
 By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc stack``):

@@ -2,16 +2,19 @@
 
 In the order in which a worker meets them:
 
-    rendezvous    an ``init_method`` is parsed to the key of a group and a rank
-    origin        who started a process: the owner and the run of what it joins
-    group         the state machine of a key: who is in a group with whom
-    membership    the state machine of a group: who is admitted, who left or died, barriers
-    ids           identities of workers, RRefs and forks
-    messages      ``Frame``: the request and the reply of a call, and the RRef messages on them
-    rref_table    the state machine of RRefs: who holds forks, when a value is released
-    rref_link     ... and the order of its messages between two workers
-    transport     the seams that carry frames and membership: ``Transport`` and ``Directory``
-    metrics       what is recorded of a worker, and the seam that records it: ``Sink``
+    rendezvous     an ``init_method`` is parsed to the key of a group and a rank
+    origin         who started a process: the owner and the run of what it joins
+    group          the state machine of a key: who is in a group with whom
+    pending_joins  ... joins that wait until their group is complete
+    rebuild        ... and the group again, from its members, when the directory was restarted
+    membership     the state machine of a group: who is admitted, who left or died, barriers
+    ids            identities of workers, RRefs and forks
+    messages       ``Frame``: the request and the reply of a call, and the RRef messages on them
+    rref_table     the state machine of RRefs: who holds forks, when a value is released
+    rref_entries   ... what it keeps of each RRef, and the effects of events
+    rref_link      ... and the order and retransmission of its messages between two workers
+    transport      the seams that carry frames and membership: ``Transport`` and ``Directory``
+    metrics        what is recorded of a worker, and the seam that records it: ``Sink``
 
 Invariants:
 

@@ -1,26 +1,29 @@
 """One worker: its calls, its RRefs and its group.  It imports neither transports nor Ray.
 
-    agent               wires the parts of a worker
+    agent               wires the parts of a worker; notifies them of members that join or are lost
     worker              the parts that the caller and the callee share
     router              where the frames of a worker go: to a peer, to itself, nowhere
     inspection          asks members what they do
     members             the group's members, present and former
     observers           a program's functions that are called when members join and leave
+    invocation          what a call runs, and the names of that in messages
     caller              a call at its caller: encode, send, wait or be called back, decode
-    request_encoder     ... to a request frame
+    request_encoder     ... to a request frame, with the number of the call
     reply_decoder       ... its result, of a reply frame
     timeouts            ... its timeout, as users give it
     open_call           ... that is under way and completes by callback
     started_call        ... that is waited for later, or abandoned
     waiting_call        ... that a thread waits for
-    call_errors         ... that ends without a reply
+    call_errors         ... that times out, is cancelled, or is ended by the shutdown
     current_call        ... for whose function a thread runs
     cancelling          ... that is cancelled, at both ends
     interrupting_calls  calls of finalizers and of handlers of signals
     serialization       objects to bytes and buffers
-    callee              a call at its callee: decode, run, encode
+    callee              a call at its callee: decode, run, wait for its Future or coroutine, encode
+    served_call         ... its record while it is under way
     reply_encoder       ... its outcome, to a reply frame
-    running             functions of Python and TorchScript, operators of torch
+    running             functions of Python and TorchScript
+    operators           calls of torch's operators, by their schemas
     served_streams      calls that each return one value of an iterator here
     iteration           its steps, in order and one at a time
     coroutines          event loops for async functions
@@ -35,6 +38,7 @@
     main_identity       whether two processes run the same program
     all_gather          objects of all workers; graceful shutdown
     quiescence          waits until no calls are under way
+    gil_waits           how long serving threads wait for Python's lock
     noted_waits         what threads wait for at other workers, apart from calls
 
 Invariants: every call ends once, with a value or an error; users' functions run in the thread that

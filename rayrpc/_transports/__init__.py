@@ -10,6 +10,7 @@ only module that knows both ``direct`` and ``ray``.
 - ``memory``: workers of one process, for tests of all layers above;
 - ``expected_replies``: matches replies that come by another transport than their calls;
 - ``serving``: counts the threads that serve calls;
+- ``encryption``: tells whether what goes over the network has to be encrypted;
 - ``process_origin``: tells who started this process.
 
 Invariants:

@@ -10,12 +10,14 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``placement``: which node has room for a worker; what is reserved there.
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
 - ``starting``: makes these actors; their processes have loaded torch (``preloading``) on a cluster
-  that forks them.  ``ahead`` starts that cluster beside the script; ``up`` keeps one.
+  that forks them.  ``ahead`` starts that cluster beside the script; ``up`` is the command that
+  keeps one.
 - ``capture``: what a worker's process prints goes into pipes.
 - ``collector``: the reader of a node's pipes, here or in an actor there (``output_relay``).
 - ``display``: the collected text on this process's terminal, with ``line_prefixes``;
   ``log_files``: the same in files; ``output`` ties all these together.
-- ``child_ranks``: ranks that stay processes of torch's.
+- ``child_ranks``: ranks that stay processes of torch's; ``children``: the folder on PYTHONPATH by
+  which Python processes that a program starts have rayrpc.
 - ``interrupt``: the end of a run by Ctrl-C.
 - ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.
 - ``workers``: workers that only serve, in a group that this process is in, for ``start_workers``;

@@ -10,6 +10,8 @@ a Ray cluster, without RPC of their own.  Its modules, from the ground up:
 - ``server``: servers of values, models and gradients, on an ``RpcGroup``.
 - ``assigner``: models to devices, of a process or of the workers of a group.
 
+In ``_replaceable`` a package stands for a module of machin, whose names programs replace.
+
 Invariants:
 
 - Names, arguments and defaults are those of machin; what has no meaning here is accepted.

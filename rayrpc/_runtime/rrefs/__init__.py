@@ -5,10 +5,12 @@
     lazy             the ``Await`` of a value, fetched from its owner
     gradients        ``rref.backward()``
     context          the protocol's table (``_protocol.rref_table``) with a lock, messages, handles
-    upkeep           the context's thread: deletions, retransmission
+    upkeep           the context's thread: when deletions are sent, and messages sent again
+    listing          reports of a worker's RRefs, and leaks
+    creation_site    where RRefs were made, for these and for messages
     collected        reports the handles that Python has collected
     unusable         the errors of deleted, lost, failed and foreign RRefs
-    value_type       the type of a value, as its owner tells it
+    value_type       the owner's answer to a request for the type of a value; ``handle`` requests
     cell             the value at its owner
     home             what a handle needs of its worker; this process's own worker
     handle_protocol  what the context needs of a handle, and a handle of the context

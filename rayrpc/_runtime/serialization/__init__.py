@@ -8,6 +8,7 @@
     devices          device maps: the device of a tensor at the receiver
     shared_globals   functions that go by value share the globals of their program
     global_versions  which of these have changed since they were sent
+    contents         ... by digests of what these contain
     function_parts   what else such a function consists of
     remote_errors    exceptions of users' functions
     stored           values and errors as objects of the cluster's store

@@ -8,7 +8,7 @@ The files, in the order in which a call meets them:
 - ``dialing``: connects to a peer, and authenticates;
 - ``connection`` and ``connection_call``: the caller's end: sends requests, completes the calls;
 - ``connection_owner``: what that needs of the transport;
-- ``reader_schedule``: decides which thread reads there (pure);
+- ``reply_reader``: reads the replies there, in a thread that ``reader_schedule`` chooses (pure);
 - ``stream``: one end of a connection, of the caller or the callee: frames in and out;
 - ``shared_memory`` and ``mapped_segments``: segments for large buffers, between processes of one
   node: the sender's half, and the receiver's;
@@ -25,7 +25,9 @@ The files, in the order in which a call meets them:
 - ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
 - ``idle_connections``: wait, there, without a thread each until something arrives;
 - ``server``: the callee's listeners, and all of its connections;
-- ``server_connection``: the callee's end of one: reads requests, serves them, sends the replies.
+- ``server_connection``: the callee's end of one: reads requests, serves them, sends the replies;
+- ``bulk_replies``: large ones, by the connection that the peer has opened for them;
+- ``after_fork``: what a forked child does with the connections of its parent.
 
 Invariants:
 

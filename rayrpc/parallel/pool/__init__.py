@@ -9,7 +9,7 @@ threads.  The files, in the order in which a task of a ``Pool`` meets them:
    for results and look after workers.
 3. ``processes``: ``Pool``, ``P2PPool`` and ``CtxPool`` start the workers.
 4. ``scheduler``: decides which worker gets which task; pure.
-5. ``task_codec``, ``globals``: encode tasks and results.
+5. ``task_codec``: encodes tasks and results.
 6. ``worker``: the worker's process requests tasks by a call that reports the last results.
 7. ``tasks``: what a task is, and the loop that runs tasks.
 8. ``results``: ``AsyncResult``, ``MapResult`` and the iterators.
