@@ -290,7 +290,7 @@ class TestConnect:
         pid, names, everyone = ray.get(ask_as_guest.remote(GROUP, "sampler0"), timeout=WAIT)
         assert pid == samplers.rpc_sync("sampler0", os.getpid)
         assert set(names) == set(everyone) == {"me", "sampler0", "sampler1"}
-        assert eventually(lambda: len(samplers._agent.members()) == 3)
+        assert eventually(lambda: len(samplers._agent.members.all()) == 3)
 
     def test_rrefs_and_callbacks_reach_a_guest(self, samplers):
         assert ray.get(use_as_guest.remote(GROUP, "sampler0"), timeout=WAIT) == [3.0, 4.0]

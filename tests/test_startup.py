@@ -286,5 +286,5 @@ class TestSettings:
         alice = join("alice")
         bob = join("bob")
         watched[0]()
-        assert [member.name for member in bob.members()] == ["bob"]
-        assert alice.has_left or not alice.members()[1:]
+        assert [member.name for member in bob.members.all()] == ["bob"]
+        assert alice.has_left or not alice.members.all()[1:]

@@ -1,6 +1,7 @@
 """Ranks that are child processes: their arguments, their errors, and their end by Ctrl-C."""
 
 import os
+import re
 import signal
 import textwrap
 
@@ -86,7 +87,7 @@ def test_a_ctrl_c_ends_those_that_can_end_and_those_that_hang_and_shows_where_ea
 child_ranks.EXIT_SECONDS = 0.5  # for the one that hangs
 context = start_processes(hangs_in_here, nprocs=2, join=False, start_method="fork")
 pids = context.pids()
-print("ranks", *pids, flush=True)
+os.write(1, f"<ranks {pids[0]} {pids[1]}>".encode())  # at once: the ranks print, too
 
 try:
     while not context.join():
@@ -96,8 +97,10 @@ except KeyboardInterrupt:
     raise
 """
     )
-    pids = [int(pid) for pid in one.wait_for("ranks").split()[1:]]
-    assert eventually(lambda: one.output.count("<ready") == 2)
+    assert eventually(lambda: one.output.count("<ready") == 2 and "<ranks" in one.output)
+    found = re.search(r"<ranks (\d+) (\d+)>", one.output)
+    assert found is not None, one.output
+    pids = [int(pid) for pid in found.groups()]
     os.killpg(one.process.pid, signal.SIGINT)  # as a terminal does
     assert one.end() != 0
     assert eventually(lambda: not any(map(alive, pids)))

@@ -1,11 +1,12 @@
 """A call that a thread waits for: how long it waits, and what ends the wait, in which order."""
 
+import functools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._protocol.membership import Member
 from rayrpc._protocol.messages import Frame, Kind
 from rayrpc._protocol.transport import PendingReply
@@ -24,9 +25,6 @@ class Clock:
 
     def __init__(self):
         self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
 
 
 class SlowReply(PendingReply):
@@ -59,7 +57,8 @@ class SlowReply(PendingReply):
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(waiting_call, "time", SimpleNamespace(monotonic=made.monotonic))
+    deadline = functools.partial(Deadline, clock=lambda: made.now)
+    monkeypatch.setattr(waiting_call, "Deadline", deadline)
     return made
 
 
@@ -102,7 +101,7 @@ class TestTime:
         pending = SlowReply(clock, math.inf)
         with pytest.raises(TimeoutError):
             wait(request_, pending)
-        assert pending.waits == [0.1]
+        assert pending.waits == [pytest.approx(0.1)]
 
     def test_the_time_of_a_request_counts_from_the_wait(self, clock, request_):
         request_.timeout = 1.0

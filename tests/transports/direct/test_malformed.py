@@ -259,7 +259,7 @@ class TestSharedMemory:
         assert receiver.read().shared.segment == 1
         receiver.handled()
         (part,) = shared_parts(7, HEAD, SharedBuffers(segment, lengths))
-        sender._connection.sendall(part)
+        sender.socket.sendall(part)
         with pytest.raises(FrameError):
             receiver.read()
         with pytest.raises(EOFError):
