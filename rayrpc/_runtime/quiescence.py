@@ -68,8 +68,8 @@ class Quiescence:
             if reports == last:
                 self._joins += 1
                 return
-            if last is not None and deadline.expired:  # else all wait for calls that have ended
-                busy = sorted(name for name in reports if reports[name] != last.get(name))
+            busy = [name for name in sorted(reports) if last and reports[name] != last.get(name)]
+            if busy and deadline.expired:
                 raise GroupError(
                     f"RPC worker {self._worker.info.name!r} has waited {timeout} s until no member "
                     f"of the group makes calls, and {', '.join(busy)} still do: end what calls in "

@@ -162,6 +162,18 @@ class TestJoin:
             joining.join(1e-6)
         assert len(directory.tags) == 2
 
+    def test_a_member_that_leaves_between_two_rounds_calls_no_more(self, made):
+        joining, directory = made()
+        sync, rounds = directory.sync, itertools.count()
+
+        def sync_with_a_third(*args):
+            reports = sync(*args)
+            return {**reports, "third": (1, 1)} if next(rounds) == 0 else reports
+
+        directory.sync = sync_with_a_third
+        joining.join(1e-6)
+        assert len(directory.tags) == 3
+
     def test_a_timeout_that_has_passed_leaves_time_for_the_second_round(self, made):
         joining, directory = made([(0, 0), (0, 0)])
         joining.join(0.0)
