@@ -1,11 +1,11 @@
 """Gradients of leaves: accumulated by context, never in ``.grad``.
 
-A leaf that has hooks gets its gradient from torch's engine all the same (``IsolatedLeaves``), into
-a ``.grad`` that replaces the user's for that moment. So do all leaves where torch's process groups
-are in use: DDP's reducer averages what it finds in ``.grad``.
+Where a leaf has hooks, torch's engine accumulates its gradient nevertheless (``IsolatedLeaves``):
+into a temporary ``.grad``, which replaces the user's meanwhile. Where torch's process groups are in
+use, the engine does so for all leaves: DDP's reducer averages what it finds in ``.grad``.
 
-The user's ``.grad`` is restored also if an interrupt ends the run, or the restoring: the function
-that restores it can be called again.
+The user's ``.grad`` is restored also if an interrupt ends the run, or ends the restoring: the
+function that restores it can be called again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ MAX_KNOWN_LEAVES = 1 << 16
 
 T = TypeVar("T")
 
-_use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)  # newer torch has it
+# Older torch lacks it: a gradient then counts as used elsewhere, and is copied.
+_use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 2)
 
 
 class _Claims:
     """Lock leaves while a thread changes their ``.grad`` or hooks; other threads wait."""
 
     def __init__(self) -> None:
-        self._claimed: dict[int, object] = {}  # by the leaf's id: what has claimed it
+        self._claimed: dict[int, object] = {}  # what has claimed a leaf, by the leaf's id
         self._lock = threading.Lock()
         self._changed = Notifier()
 
@@ -76,7 +77,7 @@ class _Claims:
 
 
 _claims = _Claims()
-_ddp_lock = threading.RLock()  # its reducer takes one pass at a time
+_ddp_lock = threading.RLock()  # DDP's reducer takes one pass at a time
 
 
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -85,11 +86,11 @@ def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _run_and_undo(run: Callable[[], T], undo: Callable[[], object]) -> T:
-    """Run a function, and undo what it has done, whenever an interrupt comes.
+    """Run a function, and undo what it has done, also if an interrupt comes at any point.
 
     Args:
         run: the function.
-        undo: it can be called again.
+        undo: undoes it; may be called again.
     """
     try:
         try:
@@ -97,7 +98,7 @@ def _run_and_undo(run: Callable[[], T], undo: Callable[[], object]) -> T:
         finally:
             undo()
     except BaseException:
-        undo()  # an interrupt may have ended it
+        undo()  # an interrupt may have ended the first call
         raise
     return result
 
@@ -105,17 +106,18 @@ def _run_and_undo(run: Callable[[], T], undo: Callable[[], object]) -> T:
 class _HookFinder:
     """Find nodes that have hooks, and cache the leaves whose nodes have none.
 
-    Torch has no query for it: only registering a hook returns the node's others. The cache is
-    valid until any hook is registered anywhere, which torch's numbers of hooks show.
+    Torch has no function that tells it: only the handle of a newly registered hook refers to a
+    node's other hooks. The cache is valid until any hook is registered, which changes the next id
+    of torch's handles.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._without: set[int] = set()  # leaves' ids; a new leaf with an old id has no hook yet
-        self._next_id = -1  # of ``RemovableHandle``, when ``_without`` was filled
+        self._next_id = -1  # ``RemovableHandle.next_id`` when ``_without`` was filled
 
     def hooked(self, nodes: Iterable[Any]) -> list[Any]:
-        """Return those nodes of leaves that have hooks."""
+        """Return those of the leaves' nodes that have hooks, or whose leaves have."""
         with self._lock:
             if RemovableHandle.next_id != self._next_id or len(self._without) > MAX_KNOWN_LEAVES:
                 self._without.clear()
@@ -135,7 +137,7 @@ class _HookFinder:
         return any(map(self._has_others, (node.register_hook, node.register_prehook)))
 
     def _has_others(self, register: Any) -> bool:
-        self._next_id += 1  # the probe's
+        self._next_id += 1  # registering the probe takes an id
         probe = register(_probe)
         hooks = probe.hooks_dict_ref()
         probe.remove()
@@ -155,7 +157,7 @@ def has_node_hooks(node: Any) -> bool:
 
 
 def _ddp_may_hook() -> bool:
-    # its hooks cannot be seen
+    # DDP's hooks cannot be detected: expect them where process groups are in use
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -182,14 +184,14 @@ class IsolatedLeaves:
 
     Args:
         nodes (Iterable): ``AccumulateGrad`` nodes; other leaves are not changed.
-        is_ours (Callable): tells, in a hook, whether it belongs to this run of the engine.
+        is_ours (Callable): tells, in a hook, whether this run of the engine called the hook.
     """
 
     def __init__(self, nodes: Iterable[Any], is_ours: Callable[[], bool]) -> None:
         self._nodes = list(nodes)
         self._is_ours = is_ours
         self._handles: list[RemovableHandle] = []
-        self._replaced: dict[Any, torch.Tensor | None] = {}  # the user's ``.grad``
+        self._replaced: dict[Any, torch.Tensor | None] = {}  # the user's ``.grad``, by node
         #: what was accumulated, by node
         self.gradients: dict[Any, torch.Tensor] = {}
 
@@ -197,7 +199,7 @@ class IsolatedLeaves:
         """Have torch's engine run the nodes.
 
         Args:
-            run_engine: runs it, from this thread.
+            run_engine: runs the engine, from this thread.
         """
 
         def run() -> None:
@@ -244,7 +246,7 @@ class IsolatedLeaves:
 
 @contextlib.contextmanager
 def _suspended_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove the tensor hooks of leaves, which have run, while in the context."""
+    """Remove leaves' tensor hooks, which have run already, within the ``with`` statement."""
     hooks = [h for h in (leaf._backward_hooks for leaf in leaves) if h]
     saved = [collections.OrderedDict(each) for each in hooks]
     for each in hooks:
@@ -261,14 +263,14 @@ class LeafGradients(NamedTuple):
 
     Args:
         gradients (dict): by the leaf's ``AccumulateGrad`` node.
-        for_ddp (set): those of these nodes that torch's engine has to run for DDP's hooks.
+        for_ddp (set): the nodes among them that torch's engine has to run for DDP's hooks.
     """
 
     gradients: dict[Any, torch.Tensor]
     for_ddp: set[Any]
 
     def accumulate_into(self, totals: dict[torch.Tensor, torch.Tensor], lock: Any) -> None:
-        """Move the gradients into those of a context.
+        """Move the gradients into the totals of a context.
 
         Args:
             totals: the context's gradients, by leaf.
@@ -314,7 +316,7 @@ def _owned(gradient: torch.Tensor, leaf: torch.Tensor, is_alone: bool) -> torch.
 
 
 def _run_nodes(gradients: dict[Any, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """Let torch's engine run leaves' nodes; return what that left in ``.grad``, by leaf."""
+    """Have torch's engine run leaves' nodes; return what it left in ``.grad``, by leaf."""
     leaves = [node.variable for node in gradients]
     with _ddp_lock:
         result = _run_claimed(gradients, leaves)
@@ -346,7 +348,7 @@ def _run_claimed(
 
 
 def _unshared(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that shares no memory; DDP may keep the given one in its buckets."""
+    """Return a gradient that shares no memory: DDP may keep the given one in a bucket."""
     if gradient.layout is torch.strided:
         size = gradient.numel() * gradient.element_size()
         if gradient.untyped_storage().nbytes() != size:

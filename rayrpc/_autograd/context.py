@@ -1,7 +1,7 @@
 """One worker's share of a context of distributed autograd.
 
-It holds the context's messages, the workers that calls in it connect, the passes under way, and the
-gradients that passes left for leaves of this worker.
+It holds the context's messages, this worker's callers and callees in the context, the passes under
+way, and the gradients of this worker's leaves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class DistAutogradContext:
 
     Args:
         context_id (int): the context's id.
-        home (GradContexts): the contexts of the worker, this one among them.
-        holder (object, optional): its ``__exit__`` releases it, unless an interrupt comes first.
+        home (GradContexts): all contexts of the worker in the group, this one among them.
+        holder (object, optional): the object whose ``__exit__`` releases the context, unless an
+            interrupt comes first.
 
     Source: ``torch.distributed.autograd.DistAutogradContext``.
     """
@@ -45,13 +46,13 @@ class DistAutogradContext:
         self._callers: set[int] = set()
         self._lock = threading.Lock()  # for the gradients
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # by leaf
-        self._pending: list[LeafGradients] = []  # to be added to these
+        self._pending: list[LeafGradients] = []  # to be added to ``_gradients``
         self._accumulation = threading.Lock()
-        self._error: Exception | None = None  # of an accumulation after the reply
+        self._error: Exception | None = None  # raised by an accumulation after the reply
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether an interrupt has kept its holder from releasing it."""
+        """Whether an interrupt has kept the holder from releasing the context."""
         if self._holder is None:
             return False
         holder = self._holder()
@@ -60,23 +61,23 @@ class DistAutogradContext:
     # -- workers ------------------------------------------------------------------------------
 
     def add_callee(self, worker: int) -> None:
-        """Note that a worker is called in it from here, and is to be notified of its release."""
+        """Note a worker that this one calls in the context, and has to notify of the release."""
         with self._workers_lock:
             self._callees.add(worker)
 
     def callees(self) -> set[int]:
-        """Return the workers that were called in it from here."""
+        """Return the workers that this one called in the context."""
         with self._workers_lock:
             result = set(self._callees)
         return result
 
     def add_caller(self, worker: int) -> None:
-        """Note that a worker has called this one in it, and will notify this one of its release."""
+        """Note a worker that called this one in the context, and will notify it of the release."""
         with self._workers_lock:
             self._callers.add(worker)
 
     def remove_caller(self, worker: int) -> bool:
-        """Note that a worker will not; return False if no caller is left."""
+        """Remove a caller that will not notify this worker; return False if no caller is left."""
         with self._workers_lock:
             self._callers.discard(worker)
             result = bool(self._callers)
@@ -85,7 +86,7 @@ class DistAutogradContext:
     # -- gradients --------------------------------------------------------------------------------
 
     def add_gradients(self, leaves: LeafGradients) -> None:
-        """Add the gradients of a pass; after the reply, unless DDP's hooks have to run."""
+        """Add the gradients of a pass, after the reply is sent unless DDP's hooks have to run."""
         if leaves.for_ddp:
             leaves.accumulate_into(self._gradients, self._lock)
         elif leaves.gradients:

@@ -1,4 +1,4 @@
-"""The messages of one worker in a context: their functions in its graph, and their dependencies."""
+"""One worker's messages in a context: send and receive functions, and tensors' dependencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ContextMessages", "TensorKey"]
 # A reply carries direct and indirect dependencies of its tensors, for this many tensors at most.
 MAX_DEPENDENCIES = 64
 
-#: names a tensor that was sent: the id of the sender, of the message, and the tensor's number there
+#: names a sent tensor: the sender's id, the message's id, the tensor's number in the message
 TensorKey = tuple[int, int, int]
 
 
@@ -33,14 +33,14 @@ class ContextMessages:
         self._lock = threading.Lock()
         self._sends: dict[int, SendFunction] = {}  # by the message's id
         self._receives: dict[int, Any] = {}
-        # the tensors that tensors of other workers' messages depend on, as far as is known
+        # the direct dependencies of other workers' tensors, as far as they are known
         self._dependencies: dict[TensorKey, list[TensorKey]] = {}
         self._entries: dict[tuple[int, int], Entry] = {}
 
     # -- functions ----------------------------------------------------------------------------
 
     def add_sent(self, recorder: Recorder, to: int) -> bool:
-        """Make the send function of an encoded message; return False if it has no tensors."""
+        """Make the send function of an encoded message; return False if no tensor was recorded."""
         if not recorder.gates:
             return False
         function = SendFunction(recorder.gates, to)
@@ -73,11 +73,11 @@ class ContextMessages:
     # -- entries ------------------------------------------------------------------------------
 
     def entry(self, message_id: int, slots: Iterable[int]) -> Entry:
-        """Return the entry of the gradients of sent tensors into this worker's graph.
+        """Return the entry by which the gradients of sent tensors enter this worker's graph.
 
         Args:
-            message_id: of their message.
-            slots: their numbers in it.
+            message_id: the id of the message with the tensors.
+            slots: the tensors' numbers in the message.
         """
         return Entry.union([self._slot_entry(message_id, slot) for slot in slots])
 
@@ -95,7 +95,7 @@ class ContextMessages:
         """Tell whether a node is a receive function of this context.
 
         Raises:
-            RuntimeError: it is one of another context.
+            RuntimeError: it is a receive function of another context.
         """
         if not is_receive(node):
             return False
@@ -115,22 +115,22 @@ class ContextMessages:
             self._dependencies.update(dependencies)
 
     def known_dependencies(self, tensor: TensorKey) -> list[TensorKey] | None:
-        """Return the direct dependencies of another worker's tensor; None: they are not known."""
+        """Return the direct dependencies of another worker's tensor; None if they are not known."""
         return self._dependencies.get(tensor)
 
     @staticmethod
     def dependencies_of(entry: Entry) -> list[TensorKey]:
-        """Return the tensors to whose senders gradients from an entry leave."""
+        """Return the received tensors that an entry leads to: their senders get the gradients."""
         exits: list[tuple[Any, int]] = [edge[:2] for edge in entry.targets if is_receive(edge.node)]
         return [(node.sender, node.message_id, slot) for node, slot in exits]
 
     def all_dependencies(self, me: int, message_id: int) -> dict[TensorKey, list[TensorKey]]:
-        """Return the dependencies of the tensors of a message of this worker, and theirs in turn.
+        """Return the direct and indirect dependencies of a sent message's tensors.
 
-        They are as complete as is known here.
+        Dependencies that this worker does not know are left out, as are those beyond a limit.
         """
         todo = [(me, message_id, slot) for slot in range(len(self._sends[message_id].gates))]
-        if not self._receives:  # the message can depend on none
+        if not self._receives:  # no message that the tensors could depend on
             after_reply(lambda: self._prepare_entries(message_id))
             return {key: [] for key in todo[:MAX_DEPENDENCIES]}
         found: dict[TensorKey, list[TensorKey]] = {}

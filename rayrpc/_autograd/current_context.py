@@ -1,4 +1,4 @@
-"""The context that a thread is in, and the calls and callbacks that run in one, or in none."""
+"""The context that a thread is in; calls and callbacks that run in a context, or in none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ thread = _ThreadState()
 
 
 def _call_in(context: DistAutogradContext | None, function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function in a context, or in none; no interrupt keeps this thread in it."""
+    """Call a function in a context, or in none; restore this thread's also after an interrupt."""
     outer = thread.context
     try:
         thread.context = context
@@ -66,7 +66,7 @@ class ContextFuture(Future):  # type: ignore[type-arg]
         self._context = context
 
     def then(self, callback: Any) -> Any:
-        """Return a Future of what ``callback`` makes of this one."""
+        """Return a Future of the result of ``callback``, which is called with this Future."""
         result = ContextFuture(self._context)
 
         def run(done: Any) -> None:
@@ -95,13 +95,13 @@ def call_without_context(
     args: tuple[Any, ...],
     timeout: float | None,
 ) -> Any:
-    """Call a worker with no context, whatever this thread's is; return the Future.
+    """Call a worker in no context, even if this thread is in one; return the Future.
 
     Args:
-        agent: makes the call.
-        worker: its id.
-        func, args: what to run there.
-        timeout: in seconds; None: no limit.
+        agent: the agent that makes the call.
+        worker: the callee's id.
+        func, args: the function to run at the callee, and its arguments.
+        timeout: how long the call may take, in seconds; None: no limit.
     """
     call = Invocation(func, args)
     return _call_in(None, agent.caller.future, agent.lookup(worker), call, timeout)
@@ -114,7 +114,7 @@ def start_without_context(
     args: tuple[Any, ...],
     timeout: float | None,
 ) -> StartedCall:
-    """Start a call with no context; return it, to be waited for or abandoned.
+    """Start a call in no context; return it, to wait for it or abandon it.
 
     Args:
         agent, worker, func, args, timeout: as for ``call_without_context``.

@@ -1,4 +1,4 @@
-"""Gradient edges of any version of torch."""
+"""Make gradient edges in any version of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's autograd engine, as this package uses it; only this module uses its private names."""
+"""Run torch's autograd engine; only this module uses the engine's private names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AccumulateGrad", "profiled", "run_engine", "run_id", "seeds_of"]
 
 _one = torch.ones((), requires_grad=True)
 _grad_fn: Any = _one.view(1).grad_fn
-#: the class of leaves' nodes
+#: the class of the nodes that accumulate the gradients of leaves
 AccumulateGrad: Any = type(_grad_fn.next_functions[0][0])
 
 _run_backward: Any = torch.autograd.graph._engine_run_backward
@@ -25,7 +25,7 @@ Edges = Iterable[tuple[Mapping[int, GradientEdge], Sequence[torch.Tensor | None]
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """Return the context of an event for the profiler of this thread, if it runs one."""
+    """Return a context manager that records an event in this thread's profiler, if one runs."""
     if torch.autograd._profiler_enabled():
         event: AbstractContextManager[object] = torch.autograd.profiler.record_function(name)
         return event
@@ -33,16 +33,16 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 
 def run_id() -> int:
-    """Return the number of the run of the engine that this thread is in; -1: in none."""
+    """Return the id of the engine's run that this thread is in; -1 if it is in none."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def seeds_of(entries: Edges) -> dict[GradientEdge, torch.Tensor]:
-    """Return the gradients to start with.
+    """Return the gradients that a run of the engine starts with, by edge.
 
     Args:
-        entries: edges by the number of their tensor, and gradients by that number.
+        entries: edges, and the gradients at them, both by the tensor's number in its message.
     """
     seeds: dict[GradientEdge, torch.Tensor] = {}
     for edges, gradients in entries:
@@ -59,15 +59,15 @@ def run_engine(
     """Run torch's engine.
 
     Args:
-        seeds: gradients, by the edge where they come in.
+        seeds: the gradients to start with, by edge.
         retain: keep the graph for another run.
-        targets: edges at which to stop, and to return the gradient; None: run all nodes, those of
-            leaves included.
+        targets: the edges at which to stop, and whose gradients to return; None: run all nodes,
+            those of leaves included.
 
     Returns:
-        The gradients at ``targets``, None for one that none reached.
+        The gradients at ``targets``; None for a target that no gradient reached.
     """
-    # what torch.autograd.grad calls after checks that take as long as a small pass
+    # torch.autograd.grad calls it, too, but only after checks that take as long as a small pass
     results: Sequence[torch.Tensor | None] = _run_backward(
         tuple(seeds),
         tuple(seeds.values()),

@@ -13,16 +13,16 @@ __all__ = ["explore"]
 
 
 def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, set[int]]]:
-    """Return the tensors of messages that an entry depends on, directly or not.
+    """Return the sent tensors that an entry depends on, directly or indirectly.
 
-    A tensor's dependencies come with the reply that carries them, or are requested from its sender.
+    A reply carries the dependencies of its tensors; the rest are requested from the senders.
 
     Args:
-        context: of the pass.
+        context: the context of the pass.
         root: the entry of the pass's roots.
 
     Returns:
-        numbers of tensors, by the id of their message, by the worker that sent it.
+        The tensors' numbers in their message, by the sender's id, and then by the message's id.
     """
     agent = context.home.agent
     found: dict[int, dict[int, set[int]]] = {}
@@ -58,7 +58,7 @@ def explore(context: DistAutogradContext, root: Entry) -> dict[int, dict[int, se
 
 
 def _dependencies(context_id: int, tensors: list[tuple[int, int]]) -> list[TensorKey]:
-    """Return what tensors of messages that this worker sent depend on directly."""
+    """Return the direct dependencies of tensors that this worker sent."""
     return _dependencies_in(serving_contexts().find_context(context_id), tensors)
 
 

@@ -1,12 +1,12 @@
-"""Where a call leaves and enters torch's graph: a send and a receive function for each message.
+"""A message's send and receive functions: where gradients enter and leave a worker's graph.
 
-While a message of a context is encoded, a ``Recorder`` makes a gate to each of its tensors that
-require grad; the message's send function is made of these. At the receiver the tensors become
-outputs of the message's receive function.
+While a message of a context is encoded, a ``Recorder`` makes a gate for each of its tensors that
+require grad: the output of a node that leads to the tensor. The gates make up the message's send
+function. At the receiver the tensors become outputs of the message's receive function.
 
-Torch's engine runs gates and receive functions in a ``whole_run`` only: there gradients arrive at
-the ones, and leave at the others. In a stage (``graph.py``) it starts behind the gates, and stops
-before receive functions.
+Torch's engine runs gates and receive functions in a ``whole_run`` only: there gradients come in at
+the gates, and leave at the receive functions. In a stage (``graph.py``) the engine starts behind
+the gates, and stops before the receive functions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SEND_NODE = "torch::distributed::autograd::SendRpcBackward"
 
 
 class Run(Protocol):
-    """A run of torch's engine, as far as gates and receive functions need it."""
+    """What gates and receive functions need of a run of torch's engine."""
 
     def arrived(self, message_id: int, slot: int) -> torch.Tensor | None:
         """Return the gradient of a sent tensor."""
@@ -51,7 +51,7 @@ class Run(Protocol):
 class SendFunction:
     """Where the gradients of a sent message come in.
 
-    It has the attributes of a node of torch's graph, but is none: each tensor has a node, its gate.
+    It has the attributes of a node of torch's graph, but is no node: each tensor has its own gate.
 
     Args:
         gates (list[Tensor]): the gate of each of the message's tensors.
@@ -64,7 +64,7 @@ class SendFunction:
         self.next_functions = tuple(_node_of(gate).next_functions[0] for gate in gates)
 
     def name(self) -> str:
-        """Return torch's name for it."""
+        """Return torch's name for a send function."""
         return SEND_NODE
 
 
@@ -73,18 +73,18 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 class Recorder:
-    """Record the tensors of the message that this thread encodes while it is in this context.
+    """Record the tensors of the message that this thread encodes within the ``with`` statement.
 
     Args:
-        message_id (int): of the message.
-        parameters (bool): record parameters; else they are sent as leaves, as torch does with
-            those that a user's object holds.
+        message_id (int): the message's id.
+        parameters (bool): record parameters; else they are sent as leaves, as torch sends the
+            parameters in a user's object.
     """
 
     def __init__(self, message_id: int, parameters: bool) -> None:
         self.message_id = message_id
         self.parameters = parameters
-        #: one to each recorded tensor
+        #: one for each recorded tensor
         self.gates: list[torch.Tensor] = []
 
     def __enter__(self) -> Recorder:
@@ -99,13 +99,13 @@ class Recorder:
         self.gates.clear()
 
     def record(self, tensor: torch.Tensor, rebuild: Any, args: Any) -> Any:
-        """Record a tensor, and return its reduction, made from that of its values."""
+        """Record a tensor, and return its reduction, made from the reduction of its values."""
         self.gates.append(_make_gate(tensor, self.message_id, len(self.gates)))
         return _rebuild_recorded, (self.message_id, rebuild, args)
 
 
 class Refusal(Recorder):
-    """Refuse to record the tensors of the message that is encoded in this context.
+    """Refuse to record tensors of the message that is encoded within the ``with`` statement.
 
     Args:
         group (str): the group whose context the thread is in.
@@ -134,16 +134,16 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
-# Runs by the ids of their receive functions, for those that run in a thread of an accelerator.
+# Runs by the ids of their receive functions, which the engine may run in other threads.
 _runs: dict[int, Run] = {}
 
 
 class running:
-    """Have gates and receive functions use a run while in this context.
+    """Have gates and receive functions use a run within the ``with`` statement.
 
     Args:
-        run (Run): in this thread.
-        exits (Iterable): its receive functions, which may run in other threads.
+        run (Run): the run, which this thread begins.
+        exits (Iterable): the run's receive functions, which the engine may run in other threads.
     """
 
     def __init__(self, run: Run, exits: Iterable[Any]) -> None:
@@ -173,7 +173,7 @@ def _rebuild_recorded(message_id: int, rebuild: Any, args: Any) -> torch.Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """Lead to a sent tensor, of any layout."""
+    """Lead to a sent tensor, whatever the tensor's layout."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,16 +181,16 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        assert _thread.run is not None  # only a run reaches it
+        assert _thread.run is not None  # the engine runs a gate only in a ``Run``
         return _thread.run.arrived(ctx.message_id, ctx.slot)
 
 
-# Without what Function.apply does for functorch, which takes longer than all the rest.
+# The base class's ``apply``: what Function.apply does for functorch takes longer than the rest.
 _apply_gate: Any = super(torch.autograd.Function, _Gate).apply
 
 
 def _make_gate(tensor: torch.Tensor, message_id: int, slot: int) -> torch.Tensor:
-    """Return an output of the node that leads to a tensor."""
+    """Return a tensor's gate: the output of a node that leads to the tensor."""
     if torch.is_grad_enabled():
         gate = _apply_gate(tensor)
     else:
@@ -203,7 +203,7 @@ def _make_gate(tensor: torch.Tensor, message_id: int, slot: int) -> torch.Tensor
 
 
 class _Receive(torch.autograd.Function):
-    """Have all tensors of a received message as outputs; gradients leave here."""
+    """Have the tensors of a received message as outputs, whose gradients leave here."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
@@ -222,18 +222,18 @@ class _Receive(torch.autograd.Function):
         )
 
 
-# a node's name, by which programs find it, is made of its class's
+# programs find the node by its name, which torch makes from the class's name
 _receive_function: Any = type("torch::distributed::autograd::RecvRpc", (_Receive,), {})
 _ReceiveNode: type = _receive_function._backward_cls
 _apply: Any = super(torch.autograd.Function, _receive_function).apply
-#: torch makes a node only of what requires grad
+#: an input that requires grad: without one, torch makes no node
 ANCHOR = torch.empty(0, requires_grad=True)
 
 
 def attach_received(message_id: int) -> Any:
     """Make the recorded tensors of a message outputs of a receive function.
 
-    Call it in the thread that has decoded the message, right after that.
+    Call it in the thread that has decoded the message, right after decoding.
 
     Returns:
         The receive function's node; None if the message had no recorded tensors.
@@ -250,7 +250,7 @@ def attach_received(message_id: int) -> Any:
     node = outputs[0].grad_fn
     node.message_id = message_id
     node.count = len(tensors)
-    node.made_at = RemovableHandle.next_id  # no hook is registered on it while this is the next
+    node.made_at = RemovableHandle.next_id  # the node has no hooks while this is the next id
     return node
 
 

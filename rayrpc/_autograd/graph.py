@@ -6,10 +6,11 @@ because they depend on another exit of the same graph:
 
     entry 1 ──> exit 1 ··> other workers ··> entry 2 ──> exit 2, leaves
 
-So the graph is run in stages: each runs entries that have arrived, together, up to exits that no
-other entry leads to.  That is right as long as no two stages reach the same node; where two would,
-or where a leaf or an exit has hooks, the rest is run in one go (``whole_run.py``).  Either way
-each node runs once, with its whole gradient.  A node that no entry leads to takes no part.
+So the graph is run in stages: a stage runs entries whose gradients have arrived, together, up to
+exits that no other entry leads to.  That is correct as long as no two stages reach the same node;
+where two would, or where a leaf or an exit has hooks, one run of the engine does the rest
+(``whole_run.py``).  Either way each node runs once, with its whole gradient.  A node that no entry
+leads to takes no part.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from rayrpc._autograd.whole_run import Leave, Noted, WholeRun
 
 __all__ = ["Entry", "GradGraph", "ROOTS", "Stage", "WHOLE_RUN"]
 
-#: the key of the entry of a pass's roots, beside the ids of messages
+#: the key of the roots' entry; the key of any other entry is its message's id
 ROOTS = -1
-#: instead of a stage: run the rest by ``GradGraph.run_whole``
+#: returned instead of a stage: ``GradGraph.run_whole`` has to run the rest
 WHOLE_RUN: Final = "whole run"
 
 
@@ -46,8 +47,8 @@ class Entry:
     """Where gradients come in, and the exits and leaves that it leads to.
 
     Args:
-        edges (Mapping): to the tensors that take part, as in ``next_functions``, by their number
-            in the message; the node is None if the tensor needs no gradient.
+        edges (Mapping): the edges to the tensors that take part, as in ``next_functions``, by the
+            tensor's number in the message; the node is None if the tensor needs no gradient.
         is_exit (Callable): tells whether a node is a receive function.
         gates (Mapping): the gate of each of these tensors; empty for roots.
     """
@@ -60,9 +61,9 @@ class Entry:
     ) -> None:
         self.edges = {slot: edge_at(*edge) for slot, edge in edges.items()}
         self.gates = dict(gates or {})
-        #: receive functions
+        #: the receive functions that it leads to
         self.exits: set[Any] = set()
-        #: all nodes but leaves
+        #: all nodes that it leads to, but for those of leaves
         self.nodes: set[Any] = set()
         #: the edges into receive functions and into leaves
         self.targets: set[GradientEdge] = set()
@@ -115,7 +116,7 @@ class GradGraph:
     """This worker's part of the graph in one pass.
 
     Args:
-        entries (dict[int, Entry]): those that take part, by the id of their message, or ``ROOTS``.
+        entries (dict[int, Entry]): the entries that take part, by their message's id, or ``ROOTS``.
         retain (bool): keep the graph for another pass.
     """
 
@@ -123,11 +124,11 @@ class GradGraph:
         self._entries = entries
         self._retain = retain
         self._lock = threading.Lock()
-        self._missing = set(entries)  # entries without gradients so far
+        self._missing = set(entries)  # entries whose gradients have not arrived
         self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}  # for entries not yet run
         self._exits = {node for entry in entries.values() for node in entry.exits}
-        self._sums: dict[GradientEdge, torch.Tensor] = {}  # at the targets, of all stages so far
-        self._for_ddp: set[Any] = set()  # leaves' nodes
+        self._sums: dict[GradientEdge, torch.Tensor] = {}  # of gradients, over all stages so far
+        self._for_ddp: set[Any] = set()  # nodes of leaves
         self._whole: WholeRun | None = None
         self._is_aborted = False
 
@@ -151,12 +152,13 @@ class GradGraph:
     # -- stages -----------------------------------------------------------------------------------
 
     def run(self) -> Stage | Literal["whole run"] | None:
-        """Run entries that have arrived, if that completes an exit, or the graph.
+        """Run entries whose gradients have arrived, if that completes an exit, or the graph.
 
-        One thread at a time; others may add gradients meanwhile.
+        One thread at a time may call it; others may add gradients meanwhile.
 
         Returns:
-            None if nothing can be completed yet; ``WHOLE_RUN`` if the rest has to be run at once.
+            The results; None if nothing can be completed yet; ``WHOLE_RUN`` if one run of the
+            engine has to do the rest.
         """
         with self._lock:
             is_last = not self._missing
@@ -183,10 +185,10 @@ class GradGraph:
         return set().union(*(getattr(self._entries[key], attribute) for key in keys))
 
     def _choose(self, ready: set[Any]) -> set[int] | None:
-        """Return the entries to run for exits, with all others that share a node with these.
+        """Return the arrived entries that lead to exits, and all that share a node with them.
 
         Returns:
-            None if one that has not arrived shares a node.
+            None if an entry whose gradients have not arrived shares a node with them.
         """
         chosen = {key for key in self._arrived if not self._entries[key].exits.isdisjoint(ready)}
         others = set(self._arrived) - chosen
@@ -215,7 +217,7 @@ class GradGraph:
         self._for_ddp.update(nodes_for_ddp(leaves))
         for _ in arrived.keys() - {ROOTS}:
             with profiled(SEND_NODE):
-                pass  # torch's node does nothing else either than return its gradients
+                pass  # torch's node does no more than return its gradients
         seeds = seeds_of((self._entries[key].edges, each) for key, each in arrived.items())
         arrived.clear()
         if not seeds or not targets:
@@ -227,11 +229,11 @@ class GradGraph:
                 total = self._sums.get(edge)
                 self._sums[edge] = gradient if total is None else add(total, gradient)
 
-    # -- the rest in one go -----------------------------------------------------------------------
+    # -- the rest in one run ----------------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether all gradients are there, so that no run has to wait."""
+        """Tell whether all gradients have arrived, so that a whole run does not have to wait."""
         return not self._missing
 
     def run_whole(self, leave: Leave, noted: Noted = nullcontext) -> LeafGradients:
@@ -239,7 +241,7 @@ class GradGraph:
 
         Args:
             leave: takes a receive function and its gradients.
-            noted: returns the context of the wait for a message, given its id.
+            noted: returns a context manager for the wait for a message, given its id.
 
         Returns:
             The gradients of all leaves, those of earlier stages included.

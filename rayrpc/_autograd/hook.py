@@ -1,6 +1,6 @@
 """Contexts of distributed autograd on one worker, and how calls carry them.
 
-A call made in a context carries the context's id and that of its message; tensors that require
+A call made in a context carries the ids of the context and of its message; tensors that require
 grad connect the graphs of both workers by a send and a receive function.  The callee then has the
 context, too, until the worker that opened it releases it or leaves.
 """
@@ -36,22 +36,25 @@ from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = ["GradContexts", "contexts_of", "first_number", "serving_contexts"]
 
-ID_BITS = 48  # of a context's number; above these is the id of the worker that opened it
+# The low bits of a context's id are its number, the high ones the id of the worker that opened it.
+ID_BITS = 48
 AUTOGRAD = "autograd"
 # Number of released contexts whose ids are kept: a call that arrives late must not open them again.
 MAX_RELEASED = 4096
-# A release is sent with the next call to the worker, or alone after one to two times this.
+# A release is sent with the next call to the worker, or by a call of its own after one to two times
+# this.
 NOTIFY_SECONDS = 0.02
 
 
 class GradContexts(Hook):
     """Hold the contexts of one worker in its group; other groups' calls take no part in them.
 
-    A thread is in one context at most, of whatever group.
+    A thread is in one context at most, whatever the context's group.
 
     Args:
-        agent (Agent): of the worker.
-        first (int): number of its first context; ``first_number`` has that of another group.
+        agent (Agent): the worker's agent in the group.
+        first (int): number of the first context; for a group other than the default one, what
+            ``first_number`` returns.
     """
 
     name = AUTOGRAD
@@ -66,22 +69,22 @@ class GradContexts(Hook):
         self._next_message = itertools.count(first + 1).__next__
         self._lock = threading.Lock()
         self._contexts: dict[int, DistAutogradContext] = {}
-        self._released: dict[int, None] = {}  # the latest, in order
+        self._released: dict[int, None] = {}  # the ids of the latest, in order
         self._to_notify: dict[int, list[int]] = {}  # released contexts, by worker
         self._notifies = False  # a thread runs ``_notify_late``
         self._passes = 0  # backward passes under way
 
     def new_id(self) -> int:
-        """Return the number of a message or a pass; no other has it."""
+        """Return a new, unique id for a message or a pass."""
         return self._next_message()
 
     # -- contexts -----------------------------------------------------------------------------
 
     def new(self, holder: object = None) -> DistAutogradContext:
-        """Return a context that is to be opened.
+        """Return a new context, for ``open``.
 
         Args:
-            holder: releases it; see ``DistAutogradContext``.
+            holder: the object that releases it; see ``DistAutogradContext``.
         """
         return DistAutogradContext(self._next_context(), self, holder)
 
@@ -89,7 +92,7 @@ class GradContexts(Hook):
         """Open a context, and make it this thread's.
 
         Raises:
-            RuntimeError: this thread has one.
+            RuntimeError: this thread is in a context already.
         """
         found = thread.context
         if found is not None:
@@ -104,7 +107,7 @@ class GradContexts(Hook):
         """Return this thread's context.
 
         Raises:
-            RuntimeError: it has none.
+            RuntimeError: this thread is in no context.
         """
         if thread.context is None:
             raise RpcError(
@@ -133,22 +136,22 @@ class GradContexts(Hook):
         """Release a context here, and at the workers that were called in it from here.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: this worker has none with this id.
         """
         self.end(self.find_context(context_id))
 
     def end(self, context: DistAutogradContext) -> None:
-        """Release a context; after an interrupt, at any point, this may be called again."""
+        """Release a context; may be called again after an interrupt, at whatever point it came."""
         if thread.context is context:
             thread.context = None
         self._release(context, set(), again=True)
 
     def receive_released(self, context_ids: list[int], by: int) -> None:
-        """Release contexts that worker ``by`` has released, which called this one in them."""
+        """Release contexts that a caller of this worker, ``by``, has released."""
         for context_id in context_ids:
             with self._lock:
                 context = self._contexts.get(context_id)
-                if context is None:  # its first call may be late
+                if context is None:  # the first call in it may be late
                     self._remember_released(context_id)
             if context is not None:
                 self._release(context, {by})
@@ -172,7 +175,7 @@ class GradContexts(Hook):
             del self._released[next(iter(self._released))]
 
     def _notify(self, worker: int, context_id: int) -> None:
-        """Notify a worker of a release: with the next call to it, or soon."""
+        """Notify a worker of a release: by the next call to it, or by ``_notify_late``."""
         with self._lock:
             self._to_notify.setdefault(worker, []).append(context_id)
             is_due = not self._notifies
@@ -180,7 +183,7 @@ class GradContexts(Hook):
             self.agent.submit(self._notify_late)
 
     def _notify_late(self) -> None:
-        """Notify workers that were not called for a while, until none is left."""
+        """Notify workers that were not called for a while, until all are notified."""
         with self._lock:
             if self._notifies:
                 return
@@ -190,7 +193,7 @@ class GradContexts(Hook):
         while goes_on:
             time.sleep(NOTIFY_SECONDS)
             with self._lock:
-                # the same list as the last time: no call has carried it
+                # the list is the same as the last time: no call has carried it
                 due = [w for w, ids in self._to_notify.items() if seen.get(w) is ids]
                 notices = [(worker, self._to_notify.pop(worker)) for worker in due]
                 seen = self._to_notify.copy()
@@ -204,7 +207,7 @@ class GradContexts(Hook):
                     call_without_context(agent, worker, _released, args, agent.default_timeout)
 
     def on_peer_lost(self, worker: int, error: WorkerDiedError) -> None:
-        """End passes that need a worker; release contexts that no other worker will release."""
+        """End passes that need the lost worker; release contexts that no other will release."""
         for context in list(self._contexts.values()):
             for part in context.passes.under_way():
                 part.on_peer_lost(worker, error)
@@ -310,7 +313,7 @@ class GradContexts(Hook):
 
 
 def first_number(group: str) -> int:
-    """Return the number of a group's first context, apart from those of other groups."""
+    """Return the number of a group's first context, far from the numbers of other groups."""
     return zlib.crc32(group.encode()) << (EPOCH_BITS - 32)
 
 
@@ -318,7 +321,7 @@ def contexts_of(agent: Agent | None = None) -> GradContexts:
     """Return the contexts of a worker of this process.
 
     Args:
-        agent: the worker's; default: that of the default group.
+        agent: the worker's agent; default: the agent in the default group.
 
     Raises:
         RuntimeError: RPC is not initialized.
@@ -340,5 +343,5 @@ def _contexts_among(hooks: Sequence[Hook]) -> GradContexts:
 
 
 def _released(context_ids: list[int], by: int) -> None:
-    """Run at a worker that was called in contexts which the caller has released."""
+    """Release contexts at this worker, as the caller, ``by``, has released them."""
     serving_contexts().receive_released(context_ids, by)

@@ -5,16 +5,17 @@ The leader's state for each other worker's part:
     UNSTARTED ──begin_part──> PENDING ──reply──> NEEDS_GRADIENTS ──gradients──> PENDING
                               PENDING ──reply──> ENDED
 
-The thread that called ``backward`` sends its calls in batches and waits for the reply to the last
-of each itself, which saves waking another thread.  How it treats the calls that it makes:
+The leading thread, which called ``backward``, sends its calls in batches.  It waits itself for the
+reply to the last call of a batch, so that no other thread has to wake it.  Its states:
 
     QUEUEING ──batch is sent──> DIRECT ──its last reply──> QUEUEING
     QUEUEING ──no call is queued, or the pass has ended──> DIRECT
-    QUEUEING ──another reply──> DIRECT ──that is processed──> QUEUEING
+    QUEUEING ──callback of another reply──> DIRECT ──callback returns──> QUEUEING
 
-In QUEUEING they are queued for the next batch, in DIRECT they are sent at once; calls of other
-threads always are.  A thread that waits may be the reader of its connection and run the callback of
-another reply: it is in DIRECT then, so that no step of the pass is left to a thread that waits.
+In QUEUEING its calls are queued for the next batch, in DIRECT they are sent at once.  The calls of
+other threads are always sent at once.  While the leading thread waits, it may be the reader of a
+connection, and run the callback of another reply: it is in DIRECT then, as a queued call would not
+be sent before the wait ends.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Leader(Participant):
     Make it in the thread that waits.
 
     Args:
-        others (dict): the numbers of the tensors that take part, by message, by other worker.
+        others (dict): the numbers of the tensors that take part, by the id of the other worker
+            that sent them, and then of the message.
         context, pass_id, entries, retain: as for ``Participant``.
     """
 
@@ -68,9 +70,9 @@ class Leader(Participant):
         self._retain = retain
         self._status = dict.fromkeys(others, UNSTARTED)
         received = {node.message_id for each in entries.values() for node in each.exits}
-        # the other workers begin with their first gradients from here
+        # all gradients for any other worker come from this one, and begin that worker's part
         self._to_begin = [each for each, sent in others.items() if not sent.keys() <= received]
-        self._open_parts = 1 + len(others)  # not done, this one included
+        self._open_parts = 1 + len(others)  # that are not done; the leader's is one of them
         self._thread = threading.get_ident()
         self._calling = QUEUEING
         self._queue: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = []
@@ -118,7 +120,7 @@ class Leader(Participant):
             self._calling = QUEUEING
 
     def _take_batch(self) -> list[tuple[int, Callable[..., Any], tuple[Any, ...]]]:
-        """Return the queued calls; if there is none to send, enter DIRECT."""
+        """Return the queued calls; enter DIRECT if there is none to send."""
         if not self._queue or self._has_ended():
             self._calling = DIRECT
             return []
@@ -152,7 +154,7 @@ class Leader(Participant):
             return True
 
     def _begin_part(self, worker: int, gradients: Gradients) -> None:
-        """Begin a part, whose status the caller has changed from UNSTARTED."""
+        """Have a worker begin its part, whose status has just been changed from UNSTARTED."""
         messages = {number: sorted(slots) for number, slots in self._others[worker].items()}
         self._request(worker, begin_part, messages, self._retain, self._me, gradients)
 
@@ -174,7 +176,7 @@ class Leader(Participant):
             self._on_part_ended()
 
     def _on_part_ended(self) -> None:
-        """Complete, if the part that ended, this one or another, is the last."""
+        """Complete the pass if the part that ended, the leader's or another, is the last."""
         with self._lock:
             self._open_parts -= 1
             if self._open_parts:
@@ -216,10 +218,10 @@ def run_backward(
     """Run a backward pass from ``roots``, and wait until it is done on all workers.
 
     Args:
-        context_id: of a context of this worker.
+        context_id: the id of a context of this worker.
         roots: scalars with a ``grad_fn``.
         retain: keep the graph for another pass.
-        agent: of this worker in the context's group; default: in the default group.
+        agent: this worker's agent in the context's group; default: in the default group.
 
     Raises:
         RuntimeError: there is no such context, a root is no such scalar, or a worker's part of
@@ -240,7 +242,7 @@ def run_backward(
         leader.run({ROOTS: [torch.ones_like(each) for each in roots]})
     except BaseException as exc:  # also an interrupt
         leader.fail(exc)
-        if isinstance(exc.__cause__, KeyboardInterrupt):  # it came in this worker's own part
+        if isinstance(exc.__cause__, KeyboardInterrupt):  # it struck this worker's own part
             raise exc.__cause__ from None
         raise
 

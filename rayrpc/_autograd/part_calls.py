@@ -1,6 +1,7 @@
 """The calls between the parts of a backward pass, and their replies.
 
-``participant`` and ``leader`` have the parts; ``begin_part``, which makes one, is in the former.
+The parts are in ``participant`` and ``leader``; the call that begins one, ``begin_part``, is in
+``participant``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = [
     "returns_future",
 ]
 
-#: the reply to gradients: others, for the worker that sent them, and for the leader a status
+#: the reply to a request with gradients: gradients for its sender, and a status for the leader
 Reply = tuple[Gradients, int]
-# The status of a part: another reply will report the end; it needs gradients from the leader to go
-# on; it has ended.  (An enum, or a class for the reply, would take longer to pickle than all the
-# rest of it.)
+# The status of a part: a later reply will report its end; it needs gradients from the leader to go
+# on; it has ended.  (Numbers, as an enum, or a class for the reply, would take longer to pickle
+# than the rest of the reply.)
 PENDING, NEEDS_GRADIENTS, ENDED = range(3)
 
 
@@ -40,7 +41,7 @@ def completed(reply: Reply) -> Future[Reply]:
 
 
 def returns_future(func: Any) -> Any:
-    """Mark a function for ``async_execution``, without a wrapper."""
+    """Mark a function whose Future is the reply, as ``async_execution`` does, without a wrapper."""
     func._wrapped_async_rpc_function = func
     return func
 
@@ -49,7 +50,7 @@ def returns_future(func: Any) -> Any:
 def propagate(
     context_id: int, pass_id: int, gradients: Gradients, source: int, is_needed: bool
 ) -> Future[Reply]:
-    """Process gradients for this worker's part; see ``Participant._send_gradients``."""
+    """Process gradients that ``Participant._send_gradients`` sent to this worker's part."""
     contexts = serving_contexts()
     part = contexts.find_context(context_id).passes.find(pass_id, gradients)
     if part is not None:

@@ -2,14 +2,14 @@
 
 The worker that calls ``backward`` leads the pass (``leader.py``):
 
-1. *Explore.*  From the roots it follows the received tensors that they depend on, and the
-   dependencies of those at their senders: replies carry them, and the leader asks for the rest.  A
-   tensor that is not found takes no part: no worker waits for its gradient.
-2. *Begin.*  Every worker that takes part is sent the list of its tensors that do, with the first
-   gradients if they come from the leader.
-3. *Propagate.*  Gradients go back along the messages, all that a worker has for another at a time,
-   and each worker runs its part (``graph.py``) as they arrive.  Gradients for the worker that sent
-   them are returned in the reply.
+1. *Explore.*  The leader finds the received tensors that the roots depend on, and then the tensors
+   that these depend on at their senders: replies carry this information, and the leader requests
+   the rest.  A tensor that is not found takes no part: no worker waits for its gradient.
+2. *Begin.*  The leader sends each worker that takes part the list of its tensors that do, with the
+   worker's first gradients if these come from the leader.
+3. *Propagate.*  A worker sends gradients back to the senders of messages, in one request all that
+   it has for one worker, and runs its part (``graph.py``) as gradients arrive.  Gradients for the
+   sender of a request are returned in the reply.
 
 The state of a part:
 
@@ -20,21 +20,22 @@ The state of a part:
     any but DONE ──error, abort, release of the context──> FAILED
 
 In WHOLE_RUN one run of torch's engine does the rest of the part, takes gradients as they arrive,
-and sends others as they are complete.  It has a thread of its own while it may have to wait.
+and sends others as they are complete.  It has a thread of its own if it may have to wait.
 
 A part in FINISHED is done at once, whether or not other workers have replied to its gradients; only
-the leader's part stays there until all other parts are done.
+the leader's part stays in FINISHED until all other parts are done.
 
-The reply to *begin* reports the end to the leader; or, if the part can only go on with gradients
-from the leader, the reply to its next request does.  So two workers alternate, and each message of
-a pass between them is the reply to another.  Whether a request of the leader is open:
+The reply to *begin* reports the part's end to the leader.  But if the part can only go on with
+gradients from the leader, it replies NEEDS_GRADIENTS, and the reply to the leader's next request
+reports the end.  So a pass of two workers consists of the leader's requests and their replies.
+Whether the part owes the leader a report:
 
     report is due ──reply NEEDS_GRADIENTS──> not due ──request of the leader──> report is due
 
-An error while it is not due is sent to the leader by a call (``abort_part``).
+If the part fails while no report is due, it calls the leader (``abort_part``).
 
-Torch describes such a pass as its SMART mode, and has built the FAST one, which takes every message
-of the context as used.
+Torch describes such a pass as its SMART mode.  It implements only the FAST mode, which assumes that
+the roots depend on every message of the context.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class Participant:
     """This worker's part of a backward pass.
 
     Args:
-        context (DistAutogradContext): of the pass.
+        context (DistAutogradContext): the context of the pass.
         pass_id (int): names the pass in the context.
-        entries (dict[int, Entry]): those of this worker that take part.
+        entries (dict[int, Entry]): the entries of this worker that take part, by message.
         retain (bool): keep the graph for another pass.
         leader (int): id of the worker that leads the pass.
     """
@@ -107,7 +108,7 @@ class Participant:
         self._lock = threading.Lock()
         self._state = WAITING
         self._report_due = True
-        self._requests_to_leader = 0  # that it has not replied to yet
+        self._requests_to_leader = 0  # without a reply so far
         self._last_gradients: Gradients = {}  # for the leader, in the reply that reports the end
         self._contexts.count_pass(1)
 
@@ -125,8 +126,8 @@ class Participant:
         """Add gradients, and run the stages that they complete.
 
         Args:
-            gradients: by message of this worker.
-            source: id of the worker whose request brought them.
+            gradients: the gradients, by the id of this worker's message.
+            source: id of the worker whose request carried them; None: no request did.
 
         Returns:
             The gradients for ``source``, by its message; those for other workers are sent to them.
@@ -201,12 +202,12 @@ class Participant:
             self._finish(leaves)
 
     def _noted(self, message_id: int) -> AbstractContextManager[None]:
-        """Return the context of the wait for the gradients of a message."""
+        """Return a context manager that reports the wait for a message's gradients."""
         to = self._context.messages.receiver_of(message_id)
         return self._agent.waits.noted(BACKWARD, lambda: names_of(self._agent, [to]))
 
     def _leave(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Pass the gradients of a receive function on, during a whole run."""
+        """Send the gradients of a receive function to the message's sender, during a whole run."""
         if node.sender == self._me:
             self._graph.add_gradients(node.message_id, gradients)
         else:
@@ -221,7 +222,7 @@ class Participant:
         self._on_part_ended()
 
     def _on_part_ended(self) -> None:
-        """Complete: the part that ended is this one."""
+        """Complete this part; the leader's waits for the other parts."""
         self._complete()
 
     # -- requests of this worker ------------------------------------------------------------------
@@ -230,7 +231,7 @@ class Participant:
         """Send gradients to another worker.
 
         Args:
-            is_needed: its part cannot have ended: it has replied NEEDS_GRADIENTS.
+            is_needed: the part there cannot have ended, as it replied NEEDS_GRADIENTS.
         """
         if worker == self._leader:
             with self._lock:
@@ -310,7 +311,7 @@ class Participant:
         """End the part with an error, unless it has ended.
 
         Returns:
-            True if it ended by this, and a reply reports the error to the leader.
+            True if this call ended the part, and a reply reports the error to the leader.
         """
         if not self._end(FAILED):
             return False
@@ -323,7 +324,7 @@ class Participant:
         return self._report_due
 
     def _end(self, state: int) -> bool:
-        """Enter DONE or FAILED; return False if the part has ended before."""
+        """Enter DONE or FAILED; return False if the part had ended before."""
         with self._lock:
             if self._state in (DONE, FAILED):
                 return False
@@ -333,7 +334,7 @@ class Participant:
         return True
 
     def _report(self, error: BaseException) -> None:
-        """Send an error to the leader, when no reply reports it."""
+        """Send an error to the leader by a call, as no reply reports it."""
         reported = error if isinstance(error, WorkerDiedError) else self._named(error)
         args = (self._context.id, self.id, reported)
         with contextlib.suppress(RpcError):  # RPC was shut down, or the leader has just left
@@ -344,7 +345,7 @@ class Participant:
 
 
 def names_of(agent: Agent, workers: Iterable[int]) -> list[str]:
-    """Return the names of workers given by their ids, but for those that have left."""
+    """Return the names of workers, without those that have left."""
     members = map(agent.members.find, workers)
     return [member.name for member in members if member is not None]
 
@@ -361,12 +362,12 @@ def begin_part(
     """Begin this worker's part of a pass, for its leader.
 
     Args:
-        context_id: of the pass's context.
+        context_id: the id of the pass's context.
         pass_id: names the pass in the context.
-        messages: the numbers of the tensors that take part, by this worker's message.
+        messages: the numbers of the tensors that take part, by the id of this worker's message.
         retain: keep the graph for another pass.
         leader: id of the worker that leads the pass.
-        gradients: the first ones, from the leader.
+        gradients: the first gradients from the leader, if there are any.
     """
     context = serving_contexts().find_context(context_id)
     entries = {

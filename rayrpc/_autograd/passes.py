@@ -12,12 +12,12 @@ from rayrpc.errors import RpcError, WorkerDiedError
 
 __all__ = ["Gradients", "PassPart", "Passes"]
 
-#: gradients of the tensors of messages, None for a tensor that was not used, by message
+#: the gradients of a message's tensors, by the message's id; None for a tensor that was not used
 Gradients = dict[int, Sequence[torch.Tensor | None]]
 
 
 class PassPart(Protocol):
-    """This worker's part of a backward pass, as far as its context needs it."""
+    """What a context needs of this worker's part of a backward pass."""
 
     def process_request(self, gradients: Gradients, source: int) -> Any:
         """Add gradients that a worker sent; return the reply or a Future of it."""
@@ -30,10 +30,10 @@ class PassPart(Protocol):
 
 
 class Passes:
-    """Find the part that a message of a pass is for; what comes before its start waits for it.
+    """Find the part of a pass by the pass's id; keep what arrives before the part begins.
 
         UNKNOWN ── add ──> UNDER_WAY ── remove ──> UNKNOWN
-        UNKNOWN ── gradients, abort ──> EARLY ── add: it takes them ──> UNDER_WAY
+        UNKNOWN ── gradients, abort ──> EARLY ── add: the part takes them ──> UNDER_WAY
 
     Thread-safe.
     """
@@ -42,14 +42,14 @@ class Passes:
         self._lock = threading.Lock()
         self._parts: dict[int, PassPart] = {}  # by the pass's id
         self._early: dict[int, Gradients] = {}
-        self._aborted: dict[int, RpcError] = {}  # why
+        self._aborted: dict[int, RpcError] = {}  # the error, by the pass's id
 
     def __len__(self) -> int:
         """Return the number of parts under way."""
         return len(self._parts)
 
     def add(self, pass_id: int, part: PassPart) -> Gradients:
-        """Add a part, and fail it if its pass was aborted; return the gradients that came early."""
+        """Add a part, and fail it if its pass was aborted; return gradients that came before it."""
         with self._lock:
             self._parts[pass_id] = part
             gradients = self._early.pop(pass_id, {})
@@ -64,7 +64,7 @@ class Passes:
             self._parts.pop(pass_id, None)
 
     def find(self, pass_id: int, gradients: Gradients) -> PassPart | None:
-        """Return the part that gradients are for; if there is none, keep them for its start."""
+        """Return the part of a pass; if there is none, keep the gradients until it begins."""
         with self._lock:
             part = self._parts.get(pass_id)
             if part is None:
@@ -72,7 +72,7 @@ class Passes:
             return part
 
     def abort(self, pass_id: int, error: RpcError) -> None:
-        """Fail a part, now or when it is added."""
+        """Fail the part of a pass, now or when the part is added."""
         with self._lock:
             self._aborted[pass_id] = error
             part = self._parts.get(pass_id)

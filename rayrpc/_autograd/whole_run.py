@@ -1,7 +1,8 @@
 """One run of torch's engine through a worker's part of a pass, while gradients arrive and leave.
 
 All nodes run in one run of the engine, as they do in a local pass: each once, when all gradients
-that reach it are there.  Gradients of sent messages come in at their gates, behind nodes that wait:
+that reach it have arrived.  Gradients of sent messages come in at their gates, behind nodes that
+wait:
 
     start ──> wait for message 9 ──┬──> gates of message 9 ──> the graph ──> leaves
                                    │                             └──> receive functions
@@ -12,12 +13,13 @@ The engine's thread blocks in a waiting node.  Two rules make that safe:
 
 - The engine runs the ready node with the largest sequence number; waiting nodes have 0, and all
   others have more.  So it waits only when it has nothing else to run.  All nodes run in this one
-  thread: with those of accelerators in threads of their own, a node behind the wait could become
-  ready, or one could fail, and the thread that waits would not be notified.
-- Messages are awaited in the reverse order in which they were sent.  The gradients of a message
-  depend on gradients that leave here only where these belong to messages received, thus to nodes
-  made, after it was sent; and those depend in turn on messages sent later, which come first.  So
-  no worker waits, directly or through others, for what it would run after the wait.
+  thread.  If nodes of accelerators ran in threads of their own, one of these could fail, or make
+  another node ready for the waiting thread, and the waiting thread would not be notified.
+- The run waits for messages in the reverse order in which they were sent.  The gradients of a sent
+  message may depend on gradients that leave here, but only on those of messages that were received
+  after it was sent.  These depend only on nodes that were made later still, thus on messages that
+  were sent later, whose gradients the run has waited for before.  So no worker waits, directly or
+  through others, for gradients that it would itself compute only after the wait.
 """
 
 from __future__ import annotations
@@ -52,11 +54,11 @@ class WholeRun:
         seeds (dict): the gradients of the roots, by edge.
         gates (Mapping): for each message to wait for, by its id: the gates of its tensors that
             take part, by their number.
-        nodes (Collection): all nodes that may run, but for leaves'.
+        nodes (Collection): all nodes that may run, but for those of leaves.
         exits (Collection): the receive functions among them.
         leaves (Collection): the nodes of leaves.
         leave (Callable): takes a receive function and its gradients.
-        noted (Callable): returns the context of the wait for a message, given its id.
+        noted (Callable): returns a context manager for the wait for a message, given its id.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class WholeRun:
         self._changed.notify_all()
 
     def abort(self) -> None:
-        """Fail the run where it waits next."""
+        """Fail the run at the wait that it is in, or at its next one."""
         self._is_aborted = True
         self._changed.notify_all()
 
@@ -99,15 +101,15 @@ class WholeRun:
             is_captured: stop before leaves' nodes; their own hooks do not run then.
 
         Raises:
-            RuntimeError: it was aborted, or a node failed.
+            RuntimeError: the run was aborted, or a node failed.
         """
         gates = [gate.grad_fn for each in self._gates.values() for gate in each.values()]
         for node in (*self._nodes, *gates):
-            if node._sequence_nr() == 0:  # the first node that a thread has made
+            if node._sequence_nr() == 0:  # true of the first node that a thread has made
                 node._set_sequence_nr(1)
         seeds = dict(self._seeds)
         self._seeds = {}
-        start = self._make_waiting_nodes()  # in torch 2.5 only the tensor keeps its node
+        start = self._make_waiting_nodes()  # in torch 2.5 only the tensor keeps its node alive
         if start is not None:
             seeds[edge_at(start.grad_fn)] = torch.empty(0)
         if not seeds:
@@ -115,7 +117,7 @@ class WholeRun:
         with running(self, self._exits), torch.autograd.set_multithreading_enabled(False):
             if is_captured:
                 targets = [edge_at(node) for node in self._leaves]
-                # what leads to it, the receive functions, runs as well
+                # the engine runs what leads to a target: the receive functions lead to the anchor
                 anchor = edge_at(_anchor_node)
                 results = run_engine(seeds, retain, [*targets, anchor])
                 found = zip(self._leaves, results, strict=False)
@@ -125,10 +127,10 @@ class WholeRun:
             isolated.run(lambda: run_engine(seeds, retain, None))
             return isolated.gradients
 
-    # -- as gates and receive functions need it ---------------------------------------------------
+    # -- for gates, receive functions, waiting nodes ----------------------------------------------
 
     def begun(self) -> None:
-        """Note the number of the engine's run, of which this thread runs the first node."""
+        """Note the id of the engine's run; the first node of the run calls this."""
         self._id = run_id()
         self._changed.notify_all()
 
@@ -157,8 +159,8 @@ class WholeRun:
                 )
 
     def _is_in_run(self) -> bool:
-        """Tell whether a hook was called by this run, and not by another one of the same nodes."""
-        # another run may be faster than the first node of this one
+        """Tell, in a hook, whether this run called it, and not another run of the same nodes."""
+        # another run may call the hook before the first node of this run has noted the id
         self._changed.wait_until(lambda: self._id is not None, CHECK_SECONDS)
         return run_id() == self._id
 
@@ -175,7 +177,7 @@ class WholeRun:
 
 
 class _Wait(torch.autograd.Function):
-    """Wait for the gradients of a message, before its gates and the next such node run."""
+    """Wait for a message's gradients, before its gates and the next waiting node run."""
 
     @staticmethod
     def forward(
@@ -197,7 +199,7 @@ class _Wait(torch.autograd.Function):
 
 _anchor_node: Any = ANCHOR.view_as(ANCHOR).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-# The engine runs leaves' nodes first; this leaf's notes the number of the run.
+# The engine runs the nodes of leaves first; the node of this leaf notes the id of the run.
 _first = torch.zeros((), requires_grad=True)
 _first_node: Any = _first.view(1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
