@@ -3,45 +3,47 @@
 The files, in the order in which a call meets them:
 
 - ``transport``: chooses the ``route`` of a call: a connection, or the fallback transport;
-- ``unconnected_calls``: calls that go by the latter, or fail;
-- ``address``: what a member's record says of its worker's listeners;
+- ``unconnected_calls``: calls that go by the fallback transport, or fail;
+- ``address``: the addresses in a member's record, at which peers reach it;
 - ``dialing``: connects to a peer, and authenticates;
 - ``connection`` and ``connection_call``: the caller's end: sends requests, completes the calls;
-- ``connection_owner``: what that needs of the transport;
-- ``reply_reader``: reads the replies there, in a thread that ``reader_schedule`` chooses (pure);
+- ``connection_owner``: what the caller's end needs of the transport;
+- ``reply_reader``: reads the replies at the caller's end; ``reader_schedule`` (pure) chooses the
+  thread;
 - ``stream``: one end of a connection, of the caller or the callee: frames in and out;
 - ``shared_memory`` and ``mapped_segments``: segments for large buffers, between processes of one
   node: the sender's half, and the receiver's;
-- ``descriptors``: hands those of segments over;
+- ``descriptors``: sends and receives the descriptors of segments;
 - ``wire`` and ``message_reader``: the format of messages, and their reader;
-- ``received_memory``: of large buffers from other nodes;
+- ``received_memory``: memory for large buffers from other nodes;
 - ``send_queue``: writes messages in batches, without blocking the sender for long;
-- ``outgoing``: such a message, and what is left of several when some bytes are written;
+- ``outgoing``: a message to write, and what is left of messages after a partial write;
 - ``traffic``: counts the bytes that connections send;
-- ``silence``: closes connections to hosts that do not answer;
+- ``silence``: closes connections to hosts that acknowledge nothing;
 - ``tls``: encrypts connections between nodes;
 - ``peer_process``: the process at the other end of a UNIX socket: its id, what it has read;
 - ``listening``: where the callee listens for other nodes, and the address that it announces;
 - ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
-- ``idle_connections``: wait, there, without a thread each until something arrives;
+- ``idle_connections``: the callee's idle connections, for which one thread waits;
 - ``server``: the callee's listeners, and all of its connections;
-- ``server_connection``: the callee's end of one: reads requests, serves them, sends the replies;
-- ``bulk_replies``: large ones, by the connection that the peer has opened for them;
-- ``after_fork``: what a forked child does with the connections of its parent.
+- ``server_connection``: the callee's end of a connection: reads requests, serves them, replies;
+- ``bulk_replies``: sends large replies by the connection that the peer has opened for them;
+- ``after_fork``: closes, in a forked child, the connections of its parent.
 
 Invariants:
 
 - A connection is authenticated in both directions before anything from it is unpickled.
-- A request of which one byte was sent is never sent again; one of which none was goes by the
-  fallback.  So no function runs twice.
-- A broken connection does not imply that the peer died: the directory decides that, and on the
-  same node the end of the peer's process.  Until then the calls that were sent on it wait; without
-  such a report they end with ``CallLostError``.
-- Replies that arrived before a peer left or died are read; a worker that leaves replies first.
-- One thread at a time reads an end of a connection, and none is kept for one that is idle.  A
-  thread that reads and then blocks hands over first.
+- A request is not sent again once a byte of it was sent.  If none was sent when the connection
+  breaks, the request goes by the fallback.  So no function runs twice.
+- A broken connection does not imply that the peer died: the directory reports that, or, on the same
+  node, the end of the peer's process shows it.  The calls that were sent on the connection wait for
+  this; if it does not come, they fail with ``CallLostError``.
+- The caller reads replies that arrived before a peer left or died.  A worker that leaves sends its
+  replies first.
+- One thread at a time reads an end of a connection, and an idle connection keeps no thread.  A
+  reader hands over before it blocks.
 - The two connections to a peer on another node, the second for large messages, are lost together.
-- What the program may write to after a call has returned was sent or copied before.
+- A call sends or copies the program's buffers before it returns: the program may write to them.
 - A segment of shared memory is written again only after its receiver has released it, and never
   if a child of the receiver may read it.
 """

@@ -37,8 +37,8 @@ class Acceptor:
     Args:
         listeners (list[socket]): bound and listening; closed with the acceptor.
         new_handshake (Callable): returns the ServerHandshake of a new connection.
-        on_authenticated (Callable): takes a connection, and its handshake, which is done.
-        encrypt (Callable): returns what a new connection is read and written by.
+        on_authenticated (Callable): takes a connection and its completed handshake.
+        encrypt (Callable): returns the socket, perhaps encrypted, by which to use a connection.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Acceptor:
         self._wakeup, self._woken = socket.socketpair()
         self._closed = False
         self._is_listening = False
-        self._has_accepted = True  # the last time
+        self._has_accepted = True  # at the last try: failures in a row are logged once
         self._thread = threading.Thread(target=self._run, name="rayrpc-acceptor", daemon=True)
         self._thread.start()
 

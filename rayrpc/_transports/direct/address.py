@@ -1,6 +1,6 @@
 """Where a worker accepts connections.
 
-The directory's actor unpickles it, so this module needs neither torch nor Ray.
+The directory's actor unpickles addresses, so this module needs neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DirectAddress(NamedTuple):
 
 
 def for_fallback(peer: Member) -> Member:
-    """Return a member with its address on the fallback."""
+    """Return a member with its address on the fallback transport."""
     if isinstance(peer.address, DirectAddress):
         return replace(peer, address=peer.address.fallback)
     return peer

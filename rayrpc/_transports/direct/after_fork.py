@@ -1,4 +1,4 @@
-"""What a forked child does with the connections of its parent."""
+"""Close the connections of the parent in a forked child."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _handles_forks = False
 
 
 def register(transport: _HasDescriptors) -> None:
-    """Have forked children close a transport's descriptors: else peers see no end of them."""
+    """Have forked children close a transport's descriptors: else they keep connections open."""
     global _handles_forks
     with _lock:
         _all.add(transport)

@@ -1,10 +1,10 @@
 """The handshake by which two workers prove that they are members of the same group; no I/O.
 
     caller ── hello: magic, nonce, both tokens, pair ──> callee
-    caller <── nonce, HMAC of all that ───────────────── callee
-    caller ── HMAC of all that ────────────────────────> callee
+    caller <── nonce, HMAC of hello and nonce ────────── callee
+    caller ── HMAC of hello and nonce ─────────────────> callee
 
-A pair is a connection and the one for large messages beside it: the caller numbers them.
+A pair is a connection and the connection for large messages beside it; the caller numbers pairs.
 
 The key is the group's secret, which its directory gives to members only.  The messages have
 fixed sizes, and nothing is unpickled before both proofs are checked.
@@ -48,8 +48,8 @@ class ServerHandshake:
     """The callee's side.
 
     Args:
-        secret (bytes): of the group.
-        token (str): of this worker's membership.
+        secret (bytes): the group's secret.
+        token (str): token of this worker's membership.
         is_expelled (Callable): tells whether the group has expelled the member with a token.
     """
 
@@ -61,7 +61,7 @@ class ServerHandshake:
         self._is_expelled = is_expelled
         #: token of the caller's membership, once it is known
         self.peer = ""
-        #: the connection is for large messages, once it is known
+        #: whether the connection is for large messages, once it is known
         self.is_bulk = False
         #: number of the pair of connections, once it is known
         self.pair = 0
@@ -111,9 +111,9 @@ class ClientHandshake:
     """The caller's side: send ``hello``, then the answer that ``receive`` returns.
 
     Args:
-        secret (bytes): of the group.
+        secret (bytes): the group's secret.
         me (str): token of this worker's membership.
-        to (str): token of the callee's.
+        to (str): token of the callee's membership.
         is_bulk (bool): the connection is for large messages.
         pair (int): number of the pair of connections.
     """

@@ -1,4 +1,4 @@
-"""Large replies to small requests: they go by the connection that the peer has opened for them.
+"""Send large replies to small requests by the connection that the peer has opened for them.
 
     announced ──(the peer has a connection)──────────────────────> sent
         └─────> waiting ──(it opens one)─────────────────────────> sent
@@ -8,9 +8,9 @@ A peer opens its connection when the first reply is announced to it, if not befo
 ``MAX_UNREAD_BYTES`` wait, no more of its requests are read, and those that wait for a thread do not
 begin.
 
-The connection for small messages and that for large ones are a pair, lost together.  When a pair
-was lost, the peer opens another one, perhaps before the end of the first is noticed here: so
-replies go by the connection of their request's own pair.
+The connection for small messages and the one for large messages are a pair, lost together.  When a
+pair was lost, the peer opens another one, perhaps before this worker notices the loss.  So a reply
+goes by the pair on which its request arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["BULK_BYTES", "BulkReplies", "OPEN_SECONDS", "Pair"]
 
 logger = logging.getLogger(__name__)
 
-# Messages with more bytes in their buffers go by a connection of their own: small ones overtake.
+# Messages with more bytes in their buffers go by a second connection, so that small ones overtake.
 BULK_BYTES = 256 << 10
 
 # How long large replies wait for their peer to open a connection for them.
@@ -70,10 +70,10 @@ class _WaitingReply(NamedTuple):
     """A large reply that waits for a connection.
 
     Args:
-        source (ReplyConnection): where the request arrived.
-        call_id (int): of the request.
-        reply (Frame): to send.
-        since (float): when it was ready, by the monotonic clock.
+        source (ReplyConnection): the connection on which the request arrived.
+        call_id (int): the request's id.
+        reply (Frame): the reply to send.
+        since (float): when the reply was ready, in seconds of the monotonic clock.
     """
 
     source: ReplyConnection
@@ -88,7 +88,7 @@ class BulkReplies:
     def __init__(self) -> None:
         self._connections: dict[Pair, ReplyConnection] = {}
         self._waiting: dict[Pair, list[_WaitingReply]] = {}  # until there is a connection
-        self._held: dict[Pair, list[Callable[[], object]]] = {}  # tasks, while too much waits
+        self._held: dict[Pair, list[Callable[[], object]]] = {}  # tasks, while too many bytes wait
         self._lock = threading.Lock()
 
     @property
@@ -119,9 +119,9 @@ class BulkReplies:
         """Send a reply, or keep it until the peer has opened a connection.
 
         Args:
-            source: where the request arrived; if that has ended, the reply is dropped.
-            call_id: of the request.
-            reply: to send.
+            source: the connection of the request; if it has ended, the reply is dropped.
+            call_id: the request's id.
+            reply: the reply to send.
         """
         pair = source.pair
         connection = self._connections.get(pair)
@@ -175,6 +175,6 @@ class BulkReplies:
             task()
 
     def _is_full(self, pair: Pair) -> bool:
-        """Tell whether too much waits for a peer's connection, with the lock held."""
+        """Tell whether too many bytes wait for a peer's connection; call it with the lock held."""
         waiting = self._waiting.get(pair, ())
         return sum(size_of(each.reply) for each in waiting) > MAX_UNREAD_BYTES

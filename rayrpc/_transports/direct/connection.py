@@ -1,14 +1,14 @@
 """The caller's end of a connection: send requests, match replies with the calls that wait.
 
     call ──> sent ──> reply: a Message                       the peer replied on the connection
-      │        ├────> reply: Pending (owner.expect_...)      ... and announced it only
+      │        ├────> reply: Pending (owner.expect_...)      ... but only announced the reply
       │        └────> reply: Error                           the connection broke, ``fail``
       └─────────────> reply: Pending (owner.reroute)         no byte of it was sent
 
-Large messages have a connection of their own beside this one, so that small ones need not wait: a
-large request goes by it, and its reply; a large reply to a small request is announced here, and
-expected there.  The two are lost together.  A reply with references to objects of the cluster's
-store is announced, too, and comes by the fallback.
+Large messages have a second connection, so that small ones need not wait for them.  A large request
+and its reply go by the second connection.  A large reply to a small request is announced on the
+first connection, and arrives on the second.  The two are lost together.  A reply with references to
+objects of the cluster's store is announced, too, and arrives by the fallback transport.
 
 ``reply_reader`` reads the replies.
 """
@@ -47,18 +47,18 @@ READ_POLL_SECONDS = 0.001
 class CallerConnection(ReplyReader):
     """Call one peer.
 
-    A thread of the cache connects, after ``open`` or the first call; calls are sent when it has.
+    A thread of the cache connects, after ``open`` or the first call; calls are sent once it has.
 
     Args:
         peer (Member): the callee.
         owner (ConnectionOwner): the transport.
         threads (ThreadCache): for connecting, reading, and sending what would block.
         watchdog (ReaderWatchdog): releases readers that stay in one callback.
-        memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
+        memory (ReceivedMemory | None): for large buffers that arrive by TCP; None: its own.
         connected (socket | None): an authenticated connection; None: one is made.
-        is_bulk (bool): it is for large messages.
-        pair (int): number that it shares with the one for large messages beside it.
-        traffic (Traffic | None): counts what is sent; None: nothing does.
+        is_bulk (bool): the connection is for large messages.
+        pair (int): number of the pair of connections that it belongs to.
+        traffic (Traffic | None): counts the bytes that are sent; None: they are not counted.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CallerConnection(ReplyReader):
         self.pair = pair
         #: the connection for large messages beside this one; the owner makes it
         self.bulk: CallerConnection | None = None
-        #: when the owner stops trying to make it; None: it has not failed to
+        #: when the owner stops trying to make ``bulk``; None: no try has failed
         self.bulk_deadline: Deadline | None = None
         #: id of the peer's process, if it is on this node; known once connected
         self.peer_pid: int | None = None
@@ -91,15 +91,15 @@ class CallerConnection(ReplyReader):
         self._calls: dict[int, ConnectionCall] = {}
         self._early: dict[int, Message] = {}  # replies that are not expected yet
         self._is_ending = False  # the owner has caused the end, or is notified of it
-        self._is_taken = False  # ... and has taken the calls that had no reply
+        self._is_taken = False  # the owner has taken the calls that had no reply
         self._connected = connected
         self._is_opening = False
 
     def open(self) -> None:
         """Connect, in a thread of the cache; may be called again.
 
-        Not done by the constructor: a connection that an interrupt kept its owner from storing
-        would open, and replies that no call expects there would arrive on it.
+        The constructor does not connect: if an interrupt kept the owner from storing the
+        connection, replies would arrive on it that no call expects.
         """
         if not self._is_opening:
             self._threads.submit(self._connect)
@@ -135,9 +135,9 @@ class CallerConnection(ReplyReader):
         return call
 
     def expect(self, call_id: int) -> ConnectionCall | None:
-        """Return where a reply will be to a call on another connection; None if this has ended.
+        """Expect the reply to a request of another connection; return None if this one has ended.
 
-        If the connection could not be made, its owner makes another one, and takes the calls.
+        If this connection could not be made, its owner makes another one, and takes the calls.
         """
         call = ConnectionCall(self, call_id, None, self._lock)
         with self._lock:
@@ -159,7 +159,7 @@ class CallerConnection(ReplyReader):
 
     @property
     def may_be_replaced(self) -> bool:
-        """Tell whether it could not be made: nothing was sent on it."""
+        """Tell whether the connection could not be made, so that nothing was sent on it."""
         return self._stream is None and self.is_broken
 
     @property
@@ -200,7 +200,7 @@ class CallerConnection(ReplyReader):
         """Complete the calls whose replies have arrived, and fail the others.
 
         Args:
-            error: of the calls that fail.
+            error: the error of the calls that fail.
             timeout: how long a reader may take to complete calls, in seconds.
         """
         with self._lock:
@@ -217,7 +217,7 @@ class CallerConnection(ReplyReader):
             self.fail(error)
 
     def trim(self) -> None:
-        """Free memory that was not used for a while, and read what the peer has freed."""
+        """Free memory that was not used for a while, and read the peer's notices about segments."""
         stream = self._stream
         if stream is None or self.schedule.state == BROKEN:
             return
@@ -315,7 +315,7 @@ class CallerConnection(ReplyReader):
             self.reroute(call, reason)
 
     def reroute(self, call: ConnectionCall, reason: str) -> None:
-        """Send a call by another way, unless an interrupt has ended it."""
+        """Send a call by another transport, unless an interrupt has ended it."""
         frame = call.frame
         if frame is not None:
             call.set(self._owner.reroute(self.peer, frame, reason))

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Reply = Message | Error | Pending
 
-#: the value of a waiter that is to read; others mean that it has the reply, or stops waiting
+#: a waiter with this value is to read; with any other, it has the reply, or stops waiting
 READ = object()
 _EXPIRED = object()
 
@@ -33,7 +33,7 @@ class ReadConnection(Protocol):
     schedule: ReaderSchedule[Any]
 
     def wait_reply(self, call: ConnectionCall, deadline: Deadline) -> None:
-        """Wait for the reply of a call; TimeoutError after the deadline."""
+        """Wait for the reply to a call; TimeoutError after the deadline."""
 
     def start_reader(self, start: Start) -> None:
         """Start a thread that reads, as the schedule says."""
@@ -42,7 +42,7 @@ class ReadConnection(Protocol):
         """Complete the steps of the schedule that an interrupt has prevented."""
 
     def reroute(self, call: ConnectionCall, reason: str) -> None:
-        """Send a call by another way."""
+        """Send a call by another transport."""
 
 
 class ConnectionCall(OneShot[Reply], Pending):
@@ -50,9 +50,9 @@ class ConnectionCall(OneShot[Reply], Pending):
 
     Args:
         connection (ReadConnection): receives the reply.
-        call_id (int): the request's.
+        call_id (int): the request's id.
         frame (Frame | None): the request; None: another connection sends it.
-        lock (Lock): the connection's.
+        lock (Lock): the connection's lock.
     """
 
     __slots__ = ("_callback", "_connection", "frame", "id", "is_sending", "unsent", "waiter")
@@ -69,11 +69,11 @@ class ConnectionCall(OneShot[Reply], Pending):
         self.id = call_id
         #: the request, until it is sent
         self.frame = frame
-        #: the program may write to the frame's buffers when the thread that sends it is done
+        #: a thread is sending the frame; when it is done, the program may write to the buffers
         self.is_sending = False
-        #: why no byte of it was sent, if that thread is to reroute it
+        #: why no byte of the frame was sent, if the thread that sends it is to reroute it
         self.unsent: str | None = None
-        #: notifies the thread that waits for the reply, or to be the reader; None: it reads
+        #: notifies the thread that waits for the reply, or to be the reader; None: the thread reads
         self.waiter: Promise[object] | None = None
         self._callback: Callable[[Outcome[Frame]], None] | None = None
 
@@ -89,7 +89,7 @@ class ConnectionCall(OneShot[Reply], Pending):
         return reply.wait(deadline.remaining())
 
     def kept(self) -> None:
-        """Note that the frame has its own buffers: it can be rerouted, now or later."""
+        """Note that the frame has buffers of its own: the call can be rerouted, now or later."""
         with self._lock:
             self.is_sending = False
             reason = self.unsent
@@ -102,10 +102,10 @@ class ConnectionCall(OneShot[Reply], Pending):
         return self.waiter
 
     def wait_notified(self, deadline: Deadline) -> bool:
-        """Wait for the reply, or to be the reader; return True for that.
+        """Wait for the reply, or to be the reader; return True if this thread is to read.
 
         Raises:
-            TimeoutError: neither came before the deadline; call ``end_wait``.
+            TimeoutError: neither happened before the deadline; call ``end_wait``.
         """
         waiter = self.waiter
         assert waiter is not None
@@ -130,7 +130,7 @@ class ConnectionCall(OneShot[Reply], Pending):
                 is_pending = self._value is PENDING
                 if is_pending:
                     schedule = self._connection.schedule
-                    schedule.callbacks += 1  # no interrupt comes between this and the next
+                    schedule.callbacks += 1  # no interrupt comes between this line and the next
                     self._callback = callback
                     start = schedule.due_start(urgent)
             if start is not NOTHING:
@@ -186,12 +186,12 @@ def take_unsent(
 ) -> list[ConnectionCall]:
     """Take calls of which no byte was sent, with the lock held; return those to be rerouted now.
 
-    Those without a frame were sent on another connection: they stay.
+    Calls without a frame were sent on another connection: they stay in ``calls``.
 
     Args:
-        calls: of the connection, by id.
-        unsent: their ids.
-        reason: why.
+        calls: the calls of the connection, by id.
+        unsent: the ids of the calls to take.
+        reason: why no byte of them was sent.
     """
     ready = []
     for call_id in unsent:

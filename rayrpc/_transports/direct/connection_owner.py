@@ -22,13 +22,13 @@ class ConnectionOwner(Protocol[C]):
         """Return an authenticated connection; raise OSError or RpcError if there is none."""
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
-        """Send a request of which the connection sent no byte by another transport."""
+        """Send by another transport a request of which the connection sent no byte."""
 
     def expect_large(self, connection: C, call_id: int) -> Pending | Error:
-        """Return where a reply will be that a connection has announced, or why it is lost."""
+        """Expect a large reply that a connection has announced; return an Error if it is lost."""
 
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
-        """Return where a reply will be that a connection has announced, from elsewhere."""
+        """Expect a reply that a connection has announced, and another transport carries."""
 
     def on_connection_lost(self, connection: C, reason: str) -> None:
         """Handle the end of a connection; the calls that were sent on it wait for ``fail``."""

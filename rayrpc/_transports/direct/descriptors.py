@@ -1,6 +1,7 @@
-"""Descriptors of segments, which go by a socket of their own beside a connection.
+"""Send and receive the descriptors of segments, by a second socket beside a connection.
 
-The end that made the connection makes the socket, and sends it as the first of all bytes.
+The end that opened the connection makes a pair of such sockets, keeps one, and sends the other with
+the first byte of the connection.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ def dial(
 
     Args:
         to: the peer's address.
-        is_near: by its UNIX socket.
-        new_handshake: returns the handshake of an attempt.
+        is_near: connect to the peer's UNIX socket.
+        new_handshake: returns a new handshake, for each attempt.
         tls: encrypts connections to other nodes; None: they are not encrypted.
 
     Raises:
-        OSError: it cannot be reached.
-        EOFError: it closed the connection.
+        OSError: the peer cannot be reached.
+        EOFError: the peer closed the connection.
         AuthenticationError: the callee is not the peer.
     """
     deadline = Deadline(CONNECT_SECONDS)
@@ -88,5 +88,5 @@ def _dial_once(
 
 
 def _left(deadline: Deadline) -> float:
-    """Return the seconds that connecting may take; 0 would make a socket that never waits."""
+    """Return the seconds that are left; not 0, with which a socket would never wait."""
     return max(0.001, deadline.within(CONNECT_SECONDS))

@@ -26,14 +26,14 @@ PAUSE_SECONDS = 0.01
 
 
 class Idle(Protocol):
-    """A connection of which no part of a message has been received, and which nothing reads."""
+    """A connection that no thread reads, and on which no part of a message has arrived."""
 
     @property
     def socket(self) -> socket.socket:
         """The socket; open until the connection is read again."""
 
     def start(self) -> None:
-        """Read it from now on, in a thread."""
+        """Start a thread that reads the connection."""
 
 
 class IdleConnections:
@@ -60,7 +60,7 @@ class IdleConnections:
         """Keep a connection.
 
         Returns:
-            False if that is impossible: its thread reads on.
+            False if that is impossible: the connection's thread has to read on.
         """
         self._thread.start()
         with self._lock:
@@ -92,7 +92,8 @@ class IdleConnections:
     def _run(self) -> None:
         while not self._closed:
             try:
-                self._wait()  # apart, so that the thread keeps no connection alive while it waits
+                # a function, so that no variable keeps a connection alive while the thread waits
+                self._wait()
             except Exception:
                 logger.exception("an error in the wait for idle connections, which goes on")
                 time.sleep(PAUSE_SECONDS)
@@ -115,7 +116,7 @@ class IdleConnections:
             try:
                 key = self._selector.register(connection.socket, selectors.EVENT_READ)
                 self._kept[key.fd] = connection
-            except Exception as exc:  # the system waits for no more
+            except Exception as exc:  # the system can wait for no more connections
                 logger.debug("an idle connection keeps its thread: %s", exc)
                 _read(connection)
 

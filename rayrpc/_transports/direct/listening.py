@@ -24,7 +24,7 @@ class Listening:
         host: an address, a name or a network interface; None: the interface that TensorPipe's
             ``TP_SOCKET_IFNAME`` names, else the node's address.
         ports: as ``FIRST-LAST``; None: any free port.
-        announced: an address, a name or a network interface; None: that at which it listens.
+        announced: an address, a name or a network interface; None: the address at which it listens.
     """
 
     host: str | None = None
@@ -32,14 +32,14 @@ class Listening:
     announced: str | None = None
 
     def open(self, worker: str, node: str) -> tuple[socket.socket | None, str]:
-        """Listen; without a listener, which is logged, peers use another way.
+        """Listen; if that fails, log it: peers then use the fallback transport.
 
         Args:
             worker: names the worker in the message.
             node: the address of the worker's node.
 
         Returns:
-            The listener, and the address to announce; None, and the node's address.
+            The listener and the address to announce; if it failed, None and the node's address.
         """
         host = address_of(self.host or os.environ.get("TP_SOCKET_IFNAME") or node)
         try:
@@ -86,7 +86,7 @@ def listen_at(family: int, address: Any, reuse: bool = False) -> socket.socket:
     Args:
         family: such as ``socket.AF_UNIX``.
         address: as ``bind`` takes it.
-        reuse: also where connections of an earlier listener are in TIME_WAIT.
+        reuse: listen even while connections of an earlier listener are in TIME_WAIT.
 
     Raises:
         OSError: the address cannot be bound.
@@ -113,7 +113,7 @@ def _ports(ports: str | None) -> Iterator[int]:
 
 
 def address_of(host: str) -> str:
-    """Return the address of a network interface of this node; other texts as they are."""
+    """Return the address of a network interface of this node; return other texts as they are."""
     import psutil
 
     addresses = psutil.net_if_addrs().get(host, [])

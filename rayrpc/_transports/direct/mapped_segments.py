@@ -1,15 +1,15 @@
 """The receiver's half of shared memory: segments of a peer, and the buffers in them.
 
-Buffers lie in the mapped segment, so that receiving copies nothing.  At a fork, the buffers that
-are in use become private to each of the two processes, as all other memory does, and their segment
-is not used again: the child may read it for as long as it likes.
+Buffers lie in the mapped segment, so that receiving copies nothing.  At a fork, buffers in use
+become private to each of the two processes, as all other memory does.  The sender does not use
+their segment again, as the child may read it at any time.
 
     map ──> FREE ── buffers ──> IN USE ── all deleted ──> FREE          RELEASED is sent
               │                    └── fork ──> PRIVATE ── all deleted ──> unmapped  DISCARDED is
               └── FREED arrives ──> unmapped                                          sent
 
-A mapping becomes private by its descriptor.  A process keeps a limited number of them; from
-segments without one, buffers are copied, and such a segment is released at once.
+Making a mapping private takes the segment's descriptor, and a process keeps a limited number of
+descriptors.  Buffers in segments without one are copied, and these segments are released at once.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ __all__ = ["MappedSegments"]
 
 logger = logging.getLogger(__name__)
 
-# How many descriptors of segments a process keeps, and which part of those that it may have.
+# A process keeps at most so many descriptors of segments, and at most this part (1/n) of all the
+# descriptors that it may have.
 MAX_DESCRIPTORS = 256
 MAX_DESCRIPTORS_PART = 8
 
 
 class _Block(weakref.ref[Any]):
-    """A reference to what is referenced by all buffers in a segment.
+    """A weak reference to the object that all buffers in a segment reference.
 
-    The garbage collector calls no function in Python when that is deleted: an interrupt would keep
+    Deleting that object calls functions in C only: in a function in Python, an interrupt would keep
     the segment in use for ever.
     """
 
@@ -69,11 +70,11 @@ class _Block(weakref.ref[Any]):
 class _Mapping:
     """A segment that can become private.
 
-    It holds no reference to the memory: that is unmapped when the last buffer is deleted.
+    It holds no reference to the memory, which is unmapped when the last buffer is deleted.
 
     Args:
-        memory (Array): its bytes.
-        descriptor (int): closed when the mapping is private, or the memory unmapped.
+        memory (Array): the bytes of the segment.
+        descriptor (int): of its file; closed when the mapping is private, or the memory unmapped.
         discard (Callable): called when it is private and the last buffer is deleted.
     """
 
@@ -88,12 +89,12 @@ class _Mapping:
         _mappings.add(self)
 
     def use(self, block: _Block) -> None:
-        """Set what is referenced by all buffers in it."""
+        """Set the object that all buffers in the segment reference."""
         self._used = block
 
     @property
     def is_used(self) -> bool:
-        """Tell whether a buffer in it exists."""
+        """Tell whether a buffer in the segment exists."""
         return self._used is not None and self._used() is not None
 
     def before_fork(self) -> None:
@@ -117,9 +118,9 @@ class _Mapping:
             os.close(descriptor)
 
 
-# Those with a descriptor, of all connections; a tensor outlives its connection.
+# The mappings with a descriptor, of all connections, as a tensor may outlive its connection.
 _mappings: set[_Mapping] = set()
-# Held at a fork, and while a segment comes into use.  A signal's handler may fork: reentrant.
+# Held at a fork, and while a segment comes into use; reentrant, as a signal's handler may fork.
 _forking = threading.RLock()
 _handles_forks = False
 
@@ -135,7 +136,7 @@ def _handle_forks() -> None:
 
 
 def _before_fork() -> None:
-    # in the parent: what other threads write between a fork and the child's first step is lost
+    # before the fork: after it, other threads may write to the memory before the child's first step
     _forking.acquire()
     for mapping in list(_mappings):
         try:
@@ -167,7 +168,7 @@ class MappedSegments:
     Args:
         notify (Callable): called with a notice when no buffer of a segment is left; by the garbage
             collector, in any thread, so it must not take a lock.
-        notice (Callable): returns the notice, for the number of a segment, and whether the sender
+        notice (Callable): returns the notice; takes the number of a segment, and whether the sender
             may use it again.
     """
 
@@ -176,7 +177,7 @@ class MappedSegments:
     ) -> None:
         self._notify = notify
         self._notice = notice
-        # each with its memory; without a mapping, its buffers are copied
+        # memory and mapping of each segment; buffers are copied where there is no mapping
         self._segments: dict[int, tuple[Any, _Mapping | None]] = {}
         self._blocks: dict[int, _Block] = {}
         _handle_forks()
@@ -191,7 +192,7 @@ class MappedSegments:
         return number in self._segments
 
     def map(self, number: int, descriptor: int, capacity: int) -> None:
-        """Map a segment; the descriptor is closed, now or later.
+        """Map a segment, and close its descriptor, now or later.
 
         Raises:
             OSError: it cannot be mapped, is smaller than ``capacity``, or could become so.
@@ -254,7 +255,7 @@ class MappedSegments:
     def _copied(self, number: int, memory: Any, size: int) -> memoryview:
         copied = np.empty(size, np.uint8)
         copy(copied, np.frombuffer(memory, np.uint8, size))
-        reusable = not _has_room()  # else the next one has a descriptor, and is not copied
+        reusable = not _has_room()  # else a new one, with a descriptor, replaces it
         if not reusable:
             self.unmap(number)
         self._notify(self._notice(number, reusable))

@@ -1,4 +1,4 @@
-"""The reader of a connection's messages, whose format is in ``wire``; it survives interrupts."""
+"""Read a connection's messages, whose format is in ``wire``, also after interrupts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class _LargeMessage:
         self._layout = layout
         self._allocate = allocate
         front = _allocate(layout.front_length, _new_memory)
-        # what is received now: the front, and then the buffers of the message; memory that is not
-        # filled yet, in reverse order
+        # the front; the message, once the front has arrived; the memory that is filled now: the
+        # front's, then that of the message's buffers, in reverse order
         self._parts: tuple[Any, Message | None, list[memoryview]] = front, None, [memoryview(front)]
 
     @property
@@ -66,7 +66,7 @@ class _LargeMessage:
         return self._parts[-1]
 
     def message(self) -> Message | None:
-        """Return the message; None while there is memory to be filled for it."""
+        """Return the message; None while some of its memory is to be filled."""
         front, message, missing = self._parts
         if missing:
             return None
@@ -91,11 +91,12 @@ class MessageReader:
     """Read messages from a connection; by one thread at a time.
 
     An interrupt, such as Ctrl-C, may strike the thread at any point: the next ``read``, in another
-    thread, goes on where it came.  Python raises it after a call, or as one begins: so what is read
-    changes without a call in between, and ``is_intact`` is False meanwhile.
+    thread, goes on from there.  Python raises an interrupt as a call begins or ends.  So the reader
+    changes its state in steps without a call in between, and ``is_intact`` is False during a step.
 
     Args:
-        connection (socket): prepared; ``poll`` does not report all bytes of a TlsSocket.
+        connection (socket): set up by ``prepare``; ``poll`` does not report all bytes of a
+            TlsSocket, so the reader asks its ``has_pending``.
         allocate (Callable): returns the memory of a large buffer, by its size in bytes.
         before_wait (Callable): called before each wait for bytes.
     """
@@ -119,8 +120,8 @@ class MessageReader:
         self._end = 0
         self._large: _LargeMessage | None = None
         self._received: list[int] = []  # counts of bytes that were not added yet; at most one
-        self._current: Message | None = None  # was read, and is not handled
-        #: nothing is lost by an exception now
+        self._current: Message | None = None  # a message that was read, and is not handled
+        #: an exception loses nothing now
         self.is_intact = True
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -136,7 +137,7 @@ class MessageReader:
         return self._large is None and not self.has_more and not self._has_pending()
 
     def handled(self) -> None:
-        """Go on to the next message."""
+        """Note that the message was handled: ``read`` goes on to the next one."""
         self._current = None
         self.is_intact = True
 
@@ -151,7 +152,8 @@ class MessageReader:
 
         Raises:
             TimeoutError: it did not arrive within a tick; call again.
-            EOFError: the connection has ended, or must (FrameError): do not call again.
+            EOFError: the connection has ended, or has to end as a message is malformed
+                (FrameError): do not call again.
         """
         if self._current is not None:
             return self._current
@@ -258,10 +260,10 @@ class MessageReader:
         """Note that missing memory was filled, from the receive buffer or by the connection.
 
         Args:
-            missing: of a large message.
-            count: of the bytes.
-            start: of the rest of the receive buffer.
-            received: what was received, and not added.
+            missing: the memory of a large message that is to be filled.
+            count: the number of bytes that were filled.
+            start: where the rest of the receive buffer starts.
+            received: the counts that remain to be added.
         """
         rest = missing[-1][count:]
         is_full = len(rest) == 0

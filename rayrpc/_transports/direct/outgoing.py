@@ -1,4 +1,4 @@
-"""Messages to write to a connection, of which some bytes are written."""
+"""Messages to write to a connection, and what is left of them after a partial write."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Outgoing(NamedTuple):
     """A message to write.
 
     Args:
-        call_id (int): of its call.
-        parts (list): its bytes.
-        forks (SharedForks | None): those in it; released unless it begins to be written.
+        call_id (int): the id of its call.
+        parts (list): its bytes, in parts.
+        forks (SharedForks | None): the forks in it; released unless its writing begins.
         may_change (bool): the memory of its parts is the program's, which may write to it.
-        is_pending (bool): it is among the ``pending_bytes``.
-        lease (Lease | None): of the segment with its buffers.
+        is_pending (bool): its bytes count as the send queue's ``pending_bytes``.
+        lease (Lease | None): the lease of the segment with its buffers.
     """
 
     call_id: int
@@ -36,11 +36,11 @@ class Outgoing(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The number of its bytes."""
         return sum(map(len, self.parts))
 
     def kept(self, written: int = 0) -> Outgoing:
-        """Return the message, pending, in memory of its own but for what is written."""
+        """Return the message as pending, with all that is not written in memory of its own."""
         if not self.may_change:
             return self if self.is_pending else self._replace(is_pending=True)
         parts: list[Any] = []
@@ -77,7 +77,7 @@ def unsent_of(messages: list[Outgoing], written: int) -> list[int]:
 
 
 def kept_of(messages: list[Outgoing], written: int) -> list[Outgoing]:
-    """Return messages in memory of their own, but for what is written."""
+    """Return messages as pending, with all that is not written in memory of their own."""
     kept = []
     for message in messages:
         kept.append(message.kept(max(0, written)))

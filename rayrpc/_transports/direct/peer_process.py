@@ -30,7 +30,7 @@ def pid_of_peer(connection: socket.socket) -> int | None:
 
 
 def has_unread(connection: socket.socket) -> bool:
-    """Tell whether the peer has not read all that was written; only of UNIX sockets."""
+    """Tell whether a UNIX socket's peer has not read all that was written."""
     count = bytearray(4)
     try:
         fcntl.ioctl(connection, termios.TIOCOUTQ, count)
@@ -40,7 +40,7 @@ def has_unread(connection: socket.socket) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """Tell whether a process has ended; one that its parent has not waited for has ended, too."""
+    """Tell whether a process has ended; a zombie has, too."""
     with contextlib.suppress(psutil.AccessDenied):
         try:
             return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

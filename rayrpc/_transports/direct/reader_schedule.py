@@ -16,9 +16,9 @@ a thread of the cache reads.
 Invariants: in IDLE no caller waits, and where callbacks are due a delayed start is under way; a
 caller is chosen once, and removed from those that wait as it is chosen.
 
-An exception, such as Ctrl-C, may strike a thread between a decision and what it has to do by it: a
-caller is not notified, a thread not started. What is to be done is in the schedule: ``reader`` and
-``start`` name who is to read, so that it can be done again.
+An exception, such as Ctrl-C, may strike a thread after a decision, before the thread has notified
+the chosen caller, or started the chosen thread.  The schedule keeps the decision in ``reader`` and
+``start``, so that ``ReplyReader.repair`` can carry it out.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ START_DELAYED: Final = Start.DELAYED
 class ReaderSchedule(Generic[C]):
     """Schedule the reader of a connection; pure, and guarded by the connection's lock.
 
-    The type parameter is how a waiting caller is notified.
+    The type parameter is the type of what notifies a waiting caller.
     """
 
     __slots__ = ("_starts", "_waiting", "callbacks", "is_delayed", "reader", "start", "state")
@@ -70,7 +70,7 @@ class ReaderSchedule(Generic[C]):
         self.state = CONNECTING
         #: how many calls under way complete by callback
         self.callbacks = 0
-        #: in the state CALLER_READS: the caller that has claimed it, or the waiting one chosen
+        #: in the state CALLER_READS: the caller that claimed to read, or that was chosen
         self.reader: object = None
         #: number of the start of a thread that has not begun to read; 0: there is none
         self.start = 0
@@ -84,7 +84,7 @@ class ReaderSchedule(Generic[C]):
 
         Args:
             state: CALLER_READS or THREAD_READS.
-            reader: identifies a caller.
+            reader: identifies the caller; None for a thread.
         """
         if self.state != IDLE:
             return False
@@ -111,7 +111,7 @@ class ReaderSchedule(Generic[C]):
         """Return what to start so that the replies of ``callbacks`` are read.
 
         Args:
-            urgent: at once.
+            urgent: start a thread at once, not after a delay.
         """
         if self.state != IDLE or not self.callbacks:
             return NOTHING
@@ -138,11 +138,11 @@ class ReaderSchedule(Generic[C]):
         """Release the reader, or end the connecting.
 
         Args:
-            by: the ``reader``; None: a thread.
+            by: the ``reader`` that releases; None: a thread.
 
         Returns:
             The caller that reads next, or what to start. If the caller no longer waits, call
-            ``release`` by it. NOTHING if ``by`` is not the reader.
+            ``release`` with it. NOTHING if ``by`` is not the reader.
         """
         if self.state == BROKEN or self.reader is not by:
             return NOTHING

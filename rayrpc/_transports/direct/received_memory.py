@@ -1,6 +1,6 @@
-"""Memory for large buffers that arrive by TCP, used again when they are deleted.
+"""Memory for large buffers that arrive by TCP; it is reused when a buffer is deleted.
 
-New memory costs a page fault for every 4 KB of it, which takes as long as receiving them.
+New memory costs a page fault for every 4 KB, which takes as long as receiving 4 KB.
 
     acquire ──> IN USE ── the buffer is deleted ──> FREE ── acquire ──> IN USE
                                                      └── trim ──> freed
@@ -26,7 +26,7 @@ MAX_FREE_BYTES = 256 << 20
 
 
 class _Block(weakref.ref[Any]):
-    """A reference to what the user of some memory holds."""
+    """A weak reference to the buffer that a user of some memory holds."""
 
     __slots__ = ("memory",)
 
@@ -40,12 +40,12 @@ class ReceivedMemory:
         self._lock = threading.Lock()
         self._free: dict[int, list[tuple[float, Any]]] = collections.defaultdict(list)
         self._used: dict[int, _Block] = {}
-        # The garbage collector adds to it, which must not take the lock.  It calls no function in
-        # Python for that: an interrupt would keep the memory in use for ever.
+        # The garbage collector appends to it, and must not take the lock.  It calls no function in
+        # Python for that: in one, an interrupt would keep the memory in use for ever.
         self._deleted: collections.deque[_Block] = collections.deque()
 
     def acquire(self, size: int) -> memoryview:
-        """Return a buffer of ``size`` bytes: writable, and its own as long as it is referenced.
+        """Return a writable buffer of ``size`` bytes; its memory is not reused while it exists.
 
         Raises:
             MemoryError, ValueError: there is no such memory.
@@ -64,7 +64,7 @@ class ReceivedMemory:
         return np.frombuffer(memoryview(block), np.uint8).data
 
     def trim(self) -> None:
-        """Free what was not used for a while."""
+        """Free memory that was not used for a while."""
         limit = time.monotonic() - MAX_FREE_SECONDS
         with self._lock:
             self._collect()
@@ -79,9 +79,9 @@ class ReceivedMemory:
         return sum(capacity * len(free) for capacity, free in self._free.items())
 
     def _collect(self) -> None:
-        """Take back what was deleted, up to a limit; with the lock held.
+        """Take back the memory of deleted buffers, up to a limit; call it with the lock held.
 
-        An interrupt may come at any time: what was done for a block is not done again.
+        A call after an interrupt takes back no memory twice.
         """
         now = time.monotonic()
         while self._deleted:

@@ -1,4 +1,4 @@
-"""Read the replies of a connection, in the threads that wait for them or in one of the cache.
+"""Read a connection's replies, in the threads that wait for them or in a thread of the cache.
 
 ``reader_schedule`` decides which thread reads; this module reads, and notifies the next reader.
 """
@@ -38,10 +38,10 @@ DELAY_SECONDS = 0.005
 
 
 class ReplyReader(abc.ABC):
-    """Reads the replies of a connection.
+    """Read the replies of a connection.
 
     Args:
-        threads (ThreadCache): for reading what calls back.
+        threads (ThreadCache): reads replies to calls that complete by callback.
         watchdog (ReaderWatchdog): releases readers that stay in one callback.
     """
 
@@ -62,10 +62,10 @@ class ReplyReader(abc.ABC):
         """End the connection."""
 
     def wait_reply(self, call: ConnectionCall, deadline: Deadline) -> None:
-        """Wait for the reply of a call; read the connection if no other thread does.
+        """Wait for the reply to a call; read the connection if no other thread does.
 
         Raises:
-            TimeoutError: it did not arrive before the deadline.
+            TimeoutError: the reply did not arrive before the deadline.
         """
         try:
             while True:
@@ -90,7 +90,7 @@ class ReplyReader(abc.ABC):
             raise
 
     def _wait_notified(self, call: ConnectionCall, deadline: Deadline) -> bool:
-        """Wait for a reply, or to be the reader; return True if this thread is."""
+        """Wait for a reply, or to be the reader; return True if this thread is to read."""
         reads = call.wait_notified(deadline)
         with self._lock:
             if call.waiter is not None:
@@ -98,12 +98,12 @@ class ReplyReader(abc.ABC):
         return reads
 
     def _stop_waiting(self, call: ConnectionCall, error: BaseException) -> None:
-        """End the wait of this thread, and its reading, wherever an exception came."""
+        """End the wait of this thread, and its reading, at whatever point an exception came."""
         waiter = call.waiter
         with self._lock:
             reads = self.schedule.reader is call
         if waiter is not None:
-            call.end_wait()  # unless another thread was faster, just now
+            call.end_wait()  # no effect if another thread has just ended it
             with self._lock:
                 self.schedule.remove_caller(waiter)
                 reads |= self.schedule.reader is waiter and waiter.value is READ
@@ -145,7 +145,7 @@ class ReplyReader(abc.ABC):
             assert isinstance(following, Promise)
             if following.set(READ) or following.value is READ:
                 return
-            by = following  # it waits no longer
+            by = following  # this caller waits no longer
 
     def repair(self) -> None:
         """Complete the steps of the schedule that an interrupt has prevented."""
@@ -158,11 +158,11 @@ class ReplyReader(abc.ABC):
         if schedule.is_delayed:
             self.start_reader(START_DELAYED)
         if schedule.state == BROKEN:
-            self._break_off("its connection was cut")  # the owner may not be notified yet
+            self._break_off("its connection was cut")  # the owner may not have been notified yet
         if isinstance(waiter, Promise):
             waiter.set_again(READ)
             if waiter.value is not READ:
-                self._release_reader(waiter)  # it waits no longer
+                self._release_reader(waiter)  # this caller waits no longer
 
     def start_reader(self, start: Start) -> None:
         """Start a thread that reads, as the schedule says."""

@@ -19,10 +19,10 @@ class Route:
                                             FALLBACK     from the start: it accepts no connections
 
     Args:
-        peer (Member): with its address on the fallback.
+        peer (Member): the peer, with its address on the fallback transport.
         connection (CallerConnection | None): in the state FALLBACK, broken or None.
         is_near (bool): the peer is on this node, and reached by a UNIX socket.
-        reason (str): of the state FALLBACK; empty in the state DIRECT.
+        reason (str): why the state is FALLBACK; empty in the state DIRECT.
     """
 
     peer: Member

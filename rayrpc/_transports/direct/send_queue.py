@@ -1,4 +1,4 @@
-"""Write messages to a connection in batches, from any thread, without blocking it for long.
+"""Write messages to a connection in batches; no sender is blocked for long.
 
 One thread at a time is the writer:
 
@@ -7,7 +7,7 @@ One thread at a time is the writer:
     HANDED_OVER ── a thread of the cache begins ──> WRITING
     any ── the connection has ended ──> BROKEN
 
-IDLE is writer 0, HANDED_OVER a writer that is no thread, WRITING any other.
+The writer's number is 0 in IDLE, -1 in HANDED_OVER, and positive in WRITING.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ __all__ = ["SendQueue"]
 WRITE_SECONDS = 0.02
 # How many messages are held back at most while others are likely to follow.
 MAX_HELD_BACK = 16
-# How long, unless ``flush`` is called before.
+# How long messages are held back, unless ``flush`` is called before.
 FLUSH_SECONDS = 0.0002
 NO_CALL = -1
-# No thread has this ident: the writer has handed over, and another thread is to begin.
+# No writer has this number: the last one has handed over, and another thread is to begin.
 HANDED_OVER = -1
-# Arguments of one call.
+# Arguments of one call of ``send`` or ``sendmsg``, for ``map``.
 _NO_WAITS = (socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0),)
 _NO_DATA: tuple[tuple[()]] = ((),)
 
 
 class SendQueue:
-    """Write messages to a connection, from any thread, without blocking that for long.
+    """Write messages to a connection, from any thread, without blocking the thread for long.
 
     Messages that other threads send while one writes are queued, and written together.
 
-    A writer that an exception ends, such as Ctrl-C, hands over to a thread of the cache: what is
-    being written, and how far, is in the queue, not in variables of the writer.
+    A writer that an exception ends, such as Ctrl-C, hands over to a thread of the cache.  For this
+    the queue, not the writer, holds the messages that are being written, and how far they are.
 
     Args:
-        connection (socket): prepared.
+        connection (socket): set up by ``prepare``.
         threads (ThreadCache): for writes to a peer that does not read.
         on_broken (Callable): called when the connection has ended, with the call ids of the
             messages of which no byte was sent.
-        sent (Sent | None): counts the bytes; None: nothing does.
+        sent (Sent | None): counts the bytes; None: they are not counted.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SendQueue:
     ) -> None:
         self._connection = connection
         self._sent = sent or Sent()
-        # not of a TlsSocket: what was written is unknown if its code is interrupted
+        # False for a TlsSocket: an interrupt in its code leaves unknown what was written
         self._is_exact = not hasattr(connection, "has_pending")
         self._threads = threads
         self._on_broken = on_broken
@@ -88,16 +88,16 @@ class SendQueue:
         self.piggyback = self._piggybacked.append
         self._lock = threading.Lock()
         self._shrunk = Notifier()
-        # number of the writer, which writes or waits until it can, a new one each time; 0: none
+        # number of the writer, which writes or waits until it can; each has a new one; 0: none
         self._writer = 0
         self._writers = itertools.count(1)
-        self._interrupted: collections.deque[int] = collections.deque()  # writers
-        self._writing: list[Outgoing] = []  # the writer's
-        self._written = 0  # bytes of these
-        self._counts: list[int] = []  # of bytes that were written just now, at most one
+        self._interrupted: collections.deque[int] = collections.deque()  # their numbers
+        self._writing: list[Outgoing] = []  # the writer's messages
+        self._written = 0  # how many of their bytes are written
+        self._counts: list[int] = []  # bytes that were written just now; at most one count
         self._is_broken = False
         self._is_flush_due = False
-        #: bytes of the messages that the peer kept from being written
+        #: bytes of the messages that wait until the peer reads
         self.pending_bytes = 0
 
     @property
@@ -117,16 +117,16 @@ class SendQueue:
         """Write a message, or queue it for the thread that is writing.
 
         Args:
-            call_id: of its call.
-            parts: its bytes.
-            more: others are likely to follow at once: hold it back until they are many, or
-                until ``flush``.
-            forks: those in it; see ``SharedForks``.
+            call_id: the id of the message's call.
+            parts: the message's bytes, in parts.
+            more: others are likely to follow at once: hold the message back until they are many,
+                or until ``flush``.
+            forks: the forks in the message; see ``SharedForks``.
             may_change: the program may write to the parts after this returns.
-            lease: of the segment with its buffers.
+            lease: the lease of the segment with the message's buffers.
 
         Returns:
-            True if it was written; else it may be, or will be.
+            True if the message was written; False if another thread may write it.
         """
         message = Outgoing(call_id, parts, forks, may_change, False, lease)
         me = next(self._writers)
@@ -162,7 +162,7 @@ class SendQueue:
             raise
 
     def may_be_unsent(self, call_id: int) -> bool:
-        """Tell whether perhaps no byte was written of a message that ``send`` did not write."""
+        """Tell whether a message, for which ``send`` returned False, may be wholly unsent."""
         with self._lock:
             result = (
                 self._is_broken
@@ -178,7 +178,7 @@ class SendQueue:
             self._write_queued()
 
     def flush_later(self) -> None:
-        """Write the messages that are held back, after a while if nothing else does before."""
+        """Write the messages that are held back after a while, unless a thread does before."""
         with self._lock:
             if self._is_flush_due:
                 return
@@ -191,7 +191,7 @@ class SendQueue:
         self.flush()
 
     def flush_piggybacked(self) -> None:
-        """Write the parts that no message has taken along, and what interrupts have left."""
+        """Write parts that still wait for a message, and what interrupted writers left."""
         with contextlib.suppress(IndexError):
             while True:
                 self._pass_on(self._interrupted.popleft())
@@ -226,7 +226,7 @@ class SendQueue:
         self._writer = writer
 
     def _take_piggybacked(self) -> None:
-        """Write what is piggybacked first: the peer may reuse the segments that it releases."""
+        """Write piggybacked parts first: the peer may reuse the segments that they release."""
         count = len(self._piggybacked)
         if count:
             parts: list[bytes] = []
@@ -252,7 +252,7 @@ class SendQueue:
                 return
 
     def _count_next(self) -> int:
-        """Return how many messages of the queue are written together."""
+        """Return how many messages of the queue to write together."""
         count = parts = 0
         for message in self._queue:
             parts += len(message.parts)
@@ -313,7 +313,7 @@ class SendQueue:
         """Have another thread go on, if this one is the writer."""
         if self._writer != me:
             return
-        if self._counts:  # an interrupt came after it was stored
+        if self._counts:  # an interrupt came after the count was stored
             self._written += self._counts[0]
             self._sent.connection += self._counts[0]
             self._counts = []
@@ -340,13 +340,13 @@ class SendQueue:
     def _pass_on(self, me: int) -> None:
         if self._writer == me and not self._is_exact:
             self._break([], 0)  # the end of the connection fails the calls of these messages
-        elif self._writer == HANDED_OVER:  # just now, and the thread may not be started yet
+        elif self._writer == HANDED_OVER:  # handed over just now; the thread may not be started yet
             self._threads.submit(self._resume)
         else:
             self._hand_over(me)
 
     def _forget_written(self) -> None:
-        """Count what is written, with the lock held."""
+        """Take written messages off ``pending_bytes``; call it with the lock held."""
         size = sum(message.size for message in self._writing if message.is_pending)
         self._writing = []
         self.pending_bytes -= size

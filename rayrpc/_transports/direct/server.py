@@ -1,7 +1,7 @@
 """The callee's end of connections: listen, and accept members.
 
-Peers of other nodes have a second connection for large requests and their replies; a large reply to
-a small request is announced where the request came from, and sent there.
+Peers of other nodes have a second connection for large requests and their replies.  A large reply
+to a small request is announced on the request's connection, and sent on the second one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class DirectServer:
     """Accept connections of members of the group.
 
     Args:
-        token (str): of this worker's membership.
+        token (str): token of this worker's membership.
         listener (socket | None): listens for workers of other nodes; closed with the server.
         threads (ThreadCache): runs the connections.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
         tls (Tls | None): encrypts connections of other nodes.
-        memory (ReceivedMemory | None): of large buffers that arrive; None: new memory.
-        traffic (Traffic | None): counts what is sent; None: nothing does.
+        memory (ReceivedMemory | None): for large buffers that arrive by TCP; None: one each.
+        traffic (Traffic | None): counts the bytes that are sent; None: they are not counted.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DirectServer:
         self._on_connected: Callable[[socket.socket], None] = lambda connection: None
         self._send_elsewhere: SendReply = send_nowhere
         self._expelled: set[str] = set()  # tokens of members that the group declared lost
-        #: accept connections
+        #: sockets that listen for peers
         self.listeners: list[socket.socket] = []
         self._connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
         self._acceptor: Acceptor | None = None
@@ -98,9 +98,9 @@ class DirectServer:
         """Accept peers that know the secret, and serve their calls.
 
         Args:
-            secret: of the group.
+            secret: the group's secret.
             serve: answers frames.
-            on_connected: called with each connection that is accepted.
+            on_connected: called with each authenticated connection.
             send_elsewhere: sends a reply that no connection can carry.
         """
         self._secret = secret
@@ -120,17 +120,17 @@ class DirectServer:
         return list(self._connections)
 
     def expel(self, token: str) -> None:
-        """Close a peer's connections, and accept none of it any more."""
+        """Close a peer's connections, and refuse new ones from it."""
         self._expelled.add(token)
         for connection in self.connections:
             if connection.peer == token:
                 connection.close()
 
     def flush_replies(self, timeout: float) -> None:
-        """Wait until the calls that other threads serve are replied to.
+        """Wait until replies to the calls that other threads serve are written.
 
         Args:
-            timeout: in seconds.
+            timeout: how long to wait at most, in seconds.
         """
         deadline = Deadline(timeout)
         while self._is_busy() and not deadline.expired:
@@ -152,7 +152,7 @@ class DirectServer:
             connection.trim()
 
     def close_after_fork(self) -> None:
-        """Close the descriptors that a forked child inherited: else peers see no end of them."""
+        """Close the descriptors that a forked child inherited: else connections stay open."""
         for connection in list(self._connections):
             connection.close_after_fork()
         self._idle.close_after_fork()
@@ -194,8 +194,8 @@ class DirectServer:
         self._connections.add(served)
         if handshake.is_bulk:
             self._bulk.add(served)
-        served.start()  # last: what it serves may look for it
-        if peer in self._expelled:  # just now
+        served.start()  # last: a call that it serves may look for the connection
+        if peer in self._expelled:  # the peer was expelled meanwhile
             self.expel(peer)
 
 

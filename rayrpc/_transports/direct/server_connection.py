@@ -40,7 +40,7 @@ __all__ = ["SendReply", "ServerConnection", "send_nowhere"]
 logger = logging.getLogger(__name__)
 
 
-# For so many calls after one during which a request arrived, others are expected to arrive.
+# If a request arrives during a call, others are expected during this many calls after it.
 CROWDED_CALLS = 64
 
 SendReply = Callable[[Frame, Frame], None]
@@ -57,14 +57,14 @@ class ServerConnection:
     Args:
         connection (socket): authenticated and prepared.
         pair (Pair): token of the peer's membership, and the number of its pair of connections.
-        stream (Stream): reads and writes it.
+        stream (Stream): reads and writes the connection.
         serve (Serve): answers frames.
         bulk (BulkReplies | None): sends large replies; None: they go by this connection.
-        idle (IdleConnections): keeps it while it is idle.
+        idle (IdleConnections): keeps the connection while it is idle.
         threads (ThreadCache): runs the readers.
         watchdog (ReaderWatchdog): releases readers that stay in one call.
         send_elsewhere (Callable): sends a reply that no connection can carry.
-        on_end (Callable): called with this one when it has ended.
+        on_end (Callable): called with this object when the connection has ended.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ServerConnection:
         self._crowded = 0
 
     def start(self) -> None:
-        """Read from now on, in a thread.
+        """Start a thread that reads the connection.
 
         Raises:
             RuntimeError: no thread starts; the connection is closed.
@@ -148,7 +148,7 @@ class ServerConnection:
         self._stream.send(call_id, reply, release_buffers=True)
 
     def break_off(self, reason: str) -> None:
-        """Close the connection, which is silent."""
+        """Close the connection, whose host is silent."""
         logger.info("closed a connection of a peer: %s", reason)
         self.close()
 
@@ -182,7 +182,7 @@ class ServerConnection:
                 pass
             except BaseException:
                 logger.exception("a connection could not be read; it is closed")
-                self.close()  # it fails the calls under way at the caller
+                self.close()  # the caller fails its calls under way
             if role.state == RELEASED:
                 return False
         self._end()
@@ -244,24 +244,24 @@ class ServerConnection:
         return self._bulk is not None and self._bulk.hold(self.pair, task)
 
     def _has_arrived(self) -> bool:
-        """Tell whether there is another message; a reader may ask."""
+        """Tell whether another message has arrived; only the reader may call it."""
         return self._stream.wait(0)
 
     def _send(self, frame: Frame, reply: Frame, more: bool) -> None:
         if reply.objects is not None:
             reply.keep_buffers()  # it is sent later
-            self._serving.add(~frame.call_id)  # no thread's ident
+            self._serving.add(~frame.call_id)  # a number that is no thread's ident
             self._threads.submit(functools.partial(self._send_elsewhere, frame, reply))
             return
         try:
             if self._bulk is not None and reply.buffers and size_of(reply) > BULK_BYTES:
-                self._stream.send(frame.call_id, None)  # announces it
+                self._stream.send(frame.call_id, None)  # announces the reply
                 self._bulk.send(self, frame.call_id, reply)
             else:
                 self._stream.send(frame.call_id, reply, more, release_buffers=True)
         except Exception:
             logger.exception("a reply could not be sent; its connection is closed")
-            self.close()  # it fails the calls under way at the caller
+            self.close()  # the caller fails its calls under way
 
     def _send_elsewhere(self, frame: Frame, reply: Frame) -> None:
         """Send a reply by another transport, and announce it here."""

@@ -3,8 +3,8 @@
 The sender makes segments (files without a name), and sends the descriptor of each before the first
 message that uses it.  A segment holds the buffers of one message.  The receiver's tensors use its
 memory; when the last of them is deleted, the receiver releases the segment, and the sender reuses
-it.  Segments have no name, so none is left when a process dies, and a fixed size: a receiver would
-die of reading what the sender has cut off.
+it.  Segments have no name, so none is left when a process dies, and a fixed size: if the sender
+could shorten a segment, reading beyond the new end would kill the receiver.
 
     acquire ──> IN USE ── RELEASED arrives ──> FREE ── acquire ──> IN USE
                   │                             └── trim ──> freed         FREED is sent
@@ -47,10 +47,10 @@ __all__ = [
 MAX_FREE_BYTES = 1 << 30
 MAX_FREE_SECONDS = 10.0
 MIN_SEGMENT_BYTES = 256 << 10
-# Segments in use on a connection; Linux allows a process 65,530 mappings by default.
+# Most segments in use on a connection; Linux allows a process 65,530 mappings by default.
 MAX_SEGMENTS = 1024
 ALIGNMENT = 64
-# Of a segment's file; they cannot be removed again.
+# The seals that fix the size of a segment's file; they cannot be removed again.
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 # From this size on, copy with the GIL released.
 LARGE_BYTES = 256 << 10
@@ -73,7 +73,7 @@ def offsets(lengths: Sequence[int]) -> tuple[list[int], int]:
 def capacity_for(size: int) -> int:
     """Return the size of the segment to make for ``size`` bytes: up to an eighth more.
 
-    So a segment is reused by messages of nearly its size, and little memory is wasted.
+    So messages of nearly the same size reuse a segment, and little memory is wasted.
     """
     step = max(MIN_SEGMENT_BYTES, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
@@ -81,7 +81,7 @@ def capacity_for(size: int) -> int:
 
 def copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     """Copy bytes; large arrays by torch, on all cores."""
-    if len(source) >= PARALLEL_BYTES and source.flags.writeable:  # torch warns of others
+    if len(source) >= PARALLEL_BYTES and source.flags.writeable:  # torch warns of read-only arrays
         torch.from_numpy(target).copy_(torch.from_numpy(source))
     else:
         np.copyto(target, source)
@@ -114,19 +114,19 @@ def map_memory(descriptor: int, capacity: int) -> Any:
 
 
 def make_private(memory: Any, descriptor: int) -> None:
-    """Make mapped memory private: what is written to it from now on, its file does not show.
+    """Make mapped memory private: writes to it no longer reach its file.
 
-    Other threads may read and write it meanwhile: the system replaces it in one step.
+    Other threads may read and write it meanwhile: the system replaces the mapping in one step.
 
     Args:
         memory (Array): as ``map_memory`` returned it.
-        descriptor (int): of its file.
+        descriptor (int): the descriptor of its file.
 
     Raises:
-        OSError: there is no memory, or no address space; it is as before.
+        OSError: there is no memory, or no address space; the mapping is as before.
     """
     capacity = len(memory)
-    # apart, since mapping in place may fail after it has unmapped the old memory
+    # elsewhere first: mapping in place may fail after it has unmapped the old memory
     address = _map(descriptor, capacity, mmap.MAP_PRIVATE, [])
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     if _libc.mremap(address, capacity, capacity, flags, ctypes.addressof(memory)) == _FAILED:
@@ -156,10 +156,10 @@ def _map(descriptor: int, capacity: int, flags: int, into: list[int]) -> int:
     """Map a file, and return the address of its memory.
 
     Args:
-        descriptor, capacity: of the file.
-        flags: of the mapping.
-        into: takes the address, or ``_FAILED``, by the call in C that maps it: an interrupt that
-            comes meanwhile, in what may be a second, is raised as that returns.
+        descriptor, capacity: the file's descriptor, and its size in bytes.
+        flags: the flags of ``mmap``.
+        into: the list to which the call in C that maps the file adds the address, or ``_FAILED``.
+            An interrupt during the call, which may take a second, is raised after that.
     """
     arguments = None, capacity, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0
     into.extend(itertools.starmap(_libc.mmap, (arguments,)))
@@ -234,13 +234,13 @@ class Segment:
 
 
 class Lease:
-    """A message's use of a segment; it ends if it is deleted before the message is written.
+    """A message's use of a segment; deleting the lease ends it, unless the message is written.
 
-    An exception, such as Ctrl-C, may strike the sender at any point.
+    So a segment is freed also if an exception, such as Ctrl-C, strikes the sender.
 
     Args:
-        ended (deque): the number of the segment is added to it; by the garbage collector, in any
-            thread.
+        ended (deque): takes the number of the segment at the end; the garbage collector adds it, in
+            any thread.
     """
 
     __slots__ = ("_ended", "number")
@@ -250,7 +250,7 @@ class Lease:
         self.number = 0
 
     def begin_to_send(self) -> None:
-        """Note that the receiver releases the segment from now on."""
+        """Note that the message may arrive, so that the receiver has to release the segment."""
         self.number = 0
 
     def __del__(self) -> None:
@@ -290,7 +290,7 @@ class SegmentPool:
             lease: frees the segment if the message is not written; None: it always is.
 
         Raises:
-            OSError: there is no memory, or no descriptor, for another.
+            OSError: there is no memory, or no descriptor, for another segment.
         """
         capacity = capacity_for(size)
         lease = lease or Lease(collections.deque(maxlen=0))  # its end has no effect
@@ -320,10 +320,10 @@ class SegmentPool:
 
         Args:
             number: of the segment.
-            notice: that the receiver has released it; has no effect the second time.
+            notice: the receiver's notice of it; a second call with it has no effect.
 
         Returns:
-            Whether it is kept; else call ``discard``.
+            Whether the segment is kept; else call ``discard``.
         """
         with self._lock:
             segment = self._used.get(number)
@@ -333,7 +333,7 @@ class SegmentPool:
                 return False
             segment.free_since = time.monotonic()
             keep, used = self._free[segment.capacity].extend, map(self._used.pop, (number,))
-            segment.released_by = notice  # no interrupt comes between this and the next
+            segment.released_by = notice  # no interrupt comes between this line and the next
             keep(used)
             return True
 
@@ -343,9 +343,10 @@ class SegmentPool:
             self._used.pop(number, None)
 
     def trim(self) -> list[int]:
-        """Free the segments that were not used for a while, or are not sent; return their numbers.
+        """Free segments that were unused for a while, or not sent; return their numbers.
 
-        What is not sent may be sent by another way, from the same memory: it is not used again.
+        Another transport may send a message from the memory of a segment that was not sent: so such
+        a segment is not used again.
         """
         limit = time.monotonic() - MAX_FREE_SECONDS
         freed = []

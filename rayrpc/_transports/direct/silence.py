@@ -22,7 +22,7 @@ __all__ = ["SilenceWatch", "keep_alive", "silent_seconds"]
 
 CHECKS = 8  # for each peer_timeout
 PROBES = 4
-# of tcp_info: milliseconds since the last acknowledgement was received
+# A field of tcp_info: milliseconds since the last acknowledgement was received
 _LAST_ACK = struct.Struct("@56xI")
 
 
@@ -41,15 +41,15 @@ def keep_alive(connection: socket.socket, timeout: float) -> None:
     """Have the kernel send probes while a connection is idle.
 
     Args:
-        connection: of TCP.
-        timeout: the seconds of silence that are looked for.
+        connection: a TCP socket.
+        timeout: the silence to detect, in seconds.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, int(timeout / PROBES))
     for name, value in (
         ("TCP_KEEPIDLE", seconds),
         ("TCP_KEEPINTVL", seconds),
-        ("TCP_KEEPCNT", 4 * PROBES),  # `SilenceWatch` is faster
+        ("TCP_KEEPCNT", 4 * PROBES),  # `SilenceWatch` closes the connection earlier
     ):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -69,8 +69,8 @@ class SilenceWatch:
     """Close the connections whose host is silent, in a thread that starts with the first one.
 
     Args:
-        timeout: in seconds.
-        connections: returns the connections of now.
+        timeout: how long a host may be silent, in seconds.
+        connections: returns the connections that are open now.
     """
 
     def __init__(self, timeout: float, connections: Callable[[], Iterable[Watched]]) -> None:
@@ -94,11 +94,12 @@ class SilenceWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(self._timeout / CHECKS):
-            self._check()  # apart, so that the thread keeps no connection alive while it waits
+            # a function, so that no variable keeps a connection alive while the thread waits
+            self._check()
 
     def _check(self) -> None:
         for connection in self._connections():
-            with contextlib.suppress(OSError):  # it is closed meanwhile
+            with contextlib.suppress(OSError):  # it was closed meanwhile
                 tcp = connection.tcp
                 seconds = silent_seconds(tcp) if tcp is not None else 0.0
                 if seconds > self._timeout:

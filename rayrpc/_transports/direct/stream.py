@@ -45,7 +45,7 @@ _SEGMENT = struct.Struct("<QQ")  # number and capacity of a segment, beside its 
 
 # The buffers of a message are shared, where that is possible, from this many bytes in all.
 SHARED_BYTES = 64 << 10
-# With so many bytes of replies that the peer has not read, no more of its requests are read.
+# While the peer has not read this many bytes of replies, no more of its requests are read.
 MAX_UNREAD_BYTES = 64 << 20
 # How long a reader waits at a time until the peer has read them.
 UNREAD_SECONDS = 0.25
@@ -60,8 +60,8 @@ class Stream:
         on_broken (Callable): called when the connection has ended, with the ids of the calls of
             which no byte was sent.
         opened_here (bool): this end made the connection.
-        memory (ReceivedMemory | None): of large buffers that arrive by TCP; None: new memory.
-        traffic (Traffic | None): counts what is sent; None: nothing does.
+        memory (ReceivedMemory | None): for large buffers that arrive by TCP; None: its own.
+        traffic (Traffic | None): counts the bytes that are sent; None: they are not counted.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stream:
         self._threads = threads
         # replies are read whatever the peer does: else two peers could wait for one another
         self._max_unread = sys.maxsize if opened_here else MAX_UNREAD_BYTES
-        self._held: list[Callable[[], object]] = []  # until the peer has read
+        self._held: list[Callable[[], object]] = []  # tasks, until the peer has read
         self._unread_lock = threading.Lock()
         self._shared_bytes = 0  # in segments that were sent since the peer last had read all
         self._traffic = traffic or Traffic()
@@ -139,18 +139,18 @@ class Stream:
 
     @property
     def has_unread(self) -> bool:
-        """Tell whether the peer has not read so much that no more of its requests are read."""
+        """Tell whether the peer has so much to read that no more of its requests are read."""
         return self.unread_bytes > self._max_unread
 
     @property
     def unread_bytes(self) -> int:
-        """The bytes that the peer has not read, or not so long ago."""
+        """The number of bytes that the peer has not read, as far as this end knows."""
         return self._send_queue.pending_bytes + self._shared_bytes
 
     def read(self) -> Message:
         """Return the next message; send what was held back before waiting for it.
 
-        It is returned again until ``handled`` is called.
+        The same message is returned again until ``handled`` is called.
 
         Raises:
             TimeoutError: it did not arrive within a tick, or the peer has not read what was sent;
@@ -190,16 +190,16 @@ class Stream:
     def send(
         self, call_id: int, frame: Frame | None, more: bool = False, release_buffers: bool = False
     ) -> bool:
-        """Send a frame; the frame keeps what may have to be sent again, by another way.
+        """Send a frame; the frame keeps buffers that another transport may have to send.
 
         Args:
-            call_id: of its call.
-            frame: None: announce that the reply comes by another transport.
-            more: hold it back for a while: others are likely to follow at once.
+            call_id: the id of the frame's call.
+            frame: the frame; None: announce a reply by the connection for large messages.
+            more: hold the frame back for a while: others are likely to follow at once.
             release_buffers: empty the frame's buffers as soon as they are copied.
 
         Returns:
-            True if it was written; else it may be, or will be.
+            True if the frame was written; False if another thread may write it.
         """
         head = b"" if frame is None else frame.pack()
         forks = None if frame is None else frame.unsent_forks
@@ -212,7 +212,7 @@ class Stream:
         if self._pool is not None and length >= SHARED_BYTES:
             starts, size = offsets(lengths)
             lease = self._pool.lease()
-            with contextlib.suppress(OSError):  # no memory, or too many are in use
+            with contextlib.suppress(OSError):  # no memory, or too many segments are in use
                 segment = self._pool.acquire(size, lease)
         if segment is None:
             return self._send_inline(call_id, head, frame, views, more, forks)
@@ -288,7 +288,7 @@ class Stream:
     # -- a peer that does not read ------------------------------------------------------------
 
     def hold(self, task: Callable[[], object]) -> bool:
-        """Keep a task until the peer has read most of what was sent; False if it has."""
+        """Keep a task until the peer has read most of what was sent; return False if it has."""
         with self._unread_lock:
             if not self.has_unread:
                 return False
@@ -321,14 +321,14 @@ class Stream:
             if self._shared_bytes:
                 if deadline.expired:
                     return False
-                time.sleep(deadline.within(pause))  # nothing announces that a peer has read
+                time.sleep(deadline.within(pause))  # no event tells that a peer has read
                 pause = min(2 * pause, 0.02)
         return True
 
     # -- shared memory ------------------------------------------------------------------------
 
     def _take_notice(self, message: Message) -> None:
-        """Take the peer's notice of a segment; again, after an interrupt."""
+        """Handle the peer's notice about a segment; may be called again after an interrupt."""
         number, pool = message.number, self._pool
         if message.notice == FREED:
             self._unmap(number)
@@ -351,7 +351,7 @@ class Stream:
             raise FrameError(f"buffers are not where the peer says: {exc}") from None
 
     def _unmap(self, number: int) -> None:
-        """Unmap a segment; no message has come with it if the sender was interrupted."""
+        """Unmap a segment; map it first if no message used it, as its sender was interrupted."""
         if self._descriptors is not None:
             self._map(number)
         self._mapped.unmap(number)

@@ -1,9 +1,10 @@
-"""TLS for connections between nodes, with the certificates of Ray's own (``RAY_USE_TLS``).
+"""TLS for connections between nodes, with the certificates of Ray's TLS (``RAY_USE_TLS``).
 
-Both ends show a certificate of the cluster's authority.  The handshake of ``auth`` follows inside.
+Both ends show a certificate of the cluster's authority.  The handshake of ``auth`` follows,
+encrypted.
 
-A TLS connection is written and read by different threads at a time, which OpenSSL does not allow:
-a lock guards the cipher, and no thread holds it while it waits for the network.
+Different threads write and read a TLS connection at the same time, which OpenSSL does not allow: a
+lock guards the cipher, and no thread holds the lock while it waits for the network.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Tls:
     """The cluster's certificates.
 
     Args:
-        certificate (str): path of this node's, in PEM.
-        key (str): path of its private key.
-        authority (str): path of the certificates that peers' are checked with.
+        certificate (str): path of this node's certificate, in PEM.
+        key (str): path of the certificate's private key.
+        authority (str): path of the certificates with which peers' certificates are checked.
 
     Raises:
         OSError: a file cannot be read, or is no certificate or key.
@@ -52,7 +53,7 @@ class Tls:
             context.load_verify_locations(authority)
 
     def of_server(self, connection: socket.socket) -> TlsSocket:
-        """Encrypt an accepted connection; its handshake runs as it is read."""
+        """Encrypt an accepted connection; the first reads do its handshake."""
         return TlsSocket(connection, self._server, None)
 
     def of_client(self, connection: socket.socket, host: str) -> TlsSocket:
@@ -87,8 +88,8 @@ class TlsSocket(socket.socket):
     """An encrypted connection, with the methods of a socket that connections use.
 
     Args:
-        connection (socket): connected; it belongs to this one from now on.
-        context (SSLContext): of this end.
+        connection (socket): a connected socket; this one takes over its descriptor.
+        context (SSLContext): the certificates and settings of this end.
         host (str | None): the peer's address, if this end has connected.
     """
 
@@ -107,8 +108,8 @@ class TlsSocket(socket.socket):
         )
         self._lock = threading.Lock()  # guards all that follows, and the cipher
         self._has_shaken_hands = False
-        self._unsent = memoryview(b"")  # of the encrypted bytes
-        self._count = 0  # of the plain bytes in there, which ``sendmsg`` has not returned yet
+        self._unsent = memoryview(b"")  # encrypted bytes
+        self._count = 0  # of plain bytes in ``_unsent`` that ``sendmsg`` has not returned yet
         self._is_reading = False
 
     def has_pending(self) -> bool:
@@ -119,7 +120,7 @@ class TlsSocket(socket.socket):
         """Do the handshake, within the socket's timeout for each step.
 
         Raises:
-            OSError: the peer's certificate is not good, or it refuses this one.
+            OSError: the peer's certificate is not valid, or the peer refuses this end's.
         """
         self._decrypt(None)
 
@@ -161,9 +162,9 @@ class TlsSocket(socket.socket):
                     pass
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return 0
-                finally:  # the cipher answers, too
+                finally:  # the cipher may have an answer to send
                     self._collect()
-                    with contextlib.suppress(BlockingIOError):  # the next message takes it along
+                    with contextlib.suppress(BlockingIOError):  # the next message sends it
                         self._flush(0)
             data = super().recv(CHUNK)
             if data:
@@ -224,6 +225,6 @@ class TlsSocket(socket.socket):
         """Send encrypted bytes, with the lock held; raise BlockingIOError instead of waiting."""
         while len(self._unsent):
             if self.gettimeout() is not None and not is_writable(self, 0):
-                raise BlockingIOError  # a socket with a timeout would wait itself
+                raise BlockingIOError  # ``send`` of a socket with a timeout would wait
             sent = super().send(self._unsent, flags | socket.MSG_DONTWAIT)
             self._unsent = self._unsent[sent:]

@@ -10,7 +10,7 @@ __all__ = ["Sent", "Traffic"]
 class Sent:
     """What one connection has sent.
 
-    Each count is added to by one thread at a time.
+    One thread at a time adds to a count.
     """
 
     __slots__ = ("connection", "shared_memory")
@@ -38,7 +38,7 @@ class Traffic:
         return sent
 
     def end(self, sent: Sent) -> None:
-        """Keep the sums alone of a connection that has ended; idempotent."""
+        """Add up the counts of a connection that has ended, and drop them; may be called again."""
         with self._lock:
             if sent in self._open:
                 self._open.remove(sent)
@@ -46,7 +46,7 @@ class Traffic:
                 self._ended.shared_memory += sent.shared_memory
 
     def total(self) -> dict[str, int]:
-        """Return the bytes by way: ``connection`` and ``shared_memory``."""
+        """Return the bytes that were sent by ``connection`` and by ``shared_memory``."""
         with self._lock:
             counts = [self._ended, *self._open]
             total = {

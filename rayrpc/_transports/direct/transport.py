@@ -4,9 +4,9 @@
           └─ the fallback's call ───> the peer's fallback transport
 
 Calls to a peer on this node go by its UNIX socket, with large buffers in shared memory.  To a peer
-on another node there are two connections, the second for large messages.  All calls to a peer that
-cannot be connected to go by the fallback, which is any other ``Transport``; and so does whatever
-has references to objects of the cluster's store, which only Ray can send.
+on another node there are two connections, the second for large messages.  Calls to a peer to which
+no connection can be made go by the fallback, which is any other ``Transport``.  So do frames with
+references to objects of the cluster's store, which only Ray can send.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class DirectTransport(Transport):
 
     Args:
         fallback (Transport): the other transport.
-        token (str): of this worker's membership.
+        token (str): token of this worker's membership.
         only (bool): calls fail where a connection is impossible.
         tls (Tls | None): encrypts connections to other nodes.
-        near_only (bool): connect to peers on this node alone: what crosses the network must be
-            encrypted, as the fallback does.
+        near_only (bool): connect only to peers on this node: what crosses the network must be
+            encrypted, which the fallback does.
         listening (Listening): where to listen for peers on other nodes.
         worker (str): name of this worker, for messages.
         peer_timeout (float): after so many seconds of silence a host's connections are closed.
@@ -85,7 +85,7 @@ class DirectTransport(Transport):
         self._tls = tls
         self._near_only = near_only
         self._node_id = fallback.node_id
-        # without a soft limit in effect: most of its threads wait for a message
+        # the soft limit has no effect: most of the cache's threads wait for a message
         self._threads = ThreadCache("rayrpc-connection", soft_limit=10_000)
         self._unconnected = UnconnectedCalls(fallback, self._threads, only)
         self._watchdog = ReaderWatchdog(lambda: self._threads.submit(self._trim))
@@ -148,7 +148,7 @@ class DirectTransport(Transport):
         return self._unconnected.call(route.peer, frame, route.reason)
 
     def on_interrupted_call(self) -> None:
-        self._watchdog.wake()  # its maintenance reads what nothing waits for
+        self._watchdog.wake()  # its maintenance reads replies that no thread waits for
 
     def expect_reply(self, call_id: int, peer: Member) -> Pending:
         return self._fallback.expect_reply(call_id, for_fallback(peer))
@@ -194,7 +194,7 @@ class DirectTransport(Transport):
     # -- routes -------------------------------------------------------------------------------
 
     def routes(self) -> dict[str, Route]:
-        """Return how calls reach the peers that were called, by their tokens."""
+        """Return the routes to the peers that were called, by the peer's token."""
         return dict(self._routes)
 
     def _open_route(self, peer: Member) -> Route:
@@ -203,7 +203,7 @@ class DirectTransport(Transport):
             if route is None:
                 route = self._routes[peer.token] = self._new_route(peer)
                 if route.connection is not None:
-                    self._watchdog.wake()  # its maintenance frees what the connection has used
+                    self._watchdog.wake()  # its maintenance frees the connection's unused memory
                     route.connection.open()
             return route
 
@@ -228,7 +228,7 @@ class DirectTransport(Transport):
         return CallerConnection(peer, self, *shared, connected, is_bulk, pair, self._traffic)
 
     def _bulk_of(self, connection: CallerConnection) -> CallerConnection | None:
-        """Return the connection for large messages beside another one; None if that is broken."""
+        """Return the connection for large messages beside another; None if that other is broken."""
         with self._lock:
             if connection.is_broken:
                 return None
@@ -274,11 +274,11 @@ class DirectTransport(Transport):
         Args:
             peer: to connect to.
             is_bulk: the connection is for large messages.
-            pair: number that it shares with the one beside it.
+            pair: number of the pair of connections that it belongs to.
 
         Raises:
-            OSError: it cannot be reached.
-            EOFError: it closed the connection.
+            OSError: the peer cannot be reached.
+            EOFError: the peer closed the connection.
             AuthenticationError: the callee is not the peer.
         """
         to: DirectAddress = peer.address
@@ -296,11 +296,11 @@ class DirectTransport(Transport):
         return connection
 
     def reroute(self, peer: Member, frame: Frame, reason: str) -> Pending:
-        """Send a request, of which its connection sent no byte, by the fallback."""
+        """Send by the fallback a request of which its connection sent no byte."""
         return self._unconnected.call(for_fallback(peer), frame, reason)
 
     def expect_large(self, connection: CallerConnection, call_id: int) -> Pending | Error:
-        """Return where a large reply will be that a connection has announced, or why it is lost."""
+        """Expect a large reply that a connection has announced; return an Error if it is lost."""
         bulk = connection.bulk
         while True:
             if bulk is not None and (expected := bulk.expect(call_id)) is not None:
@@ -312,7 +312,8 @@ class DirectTransport(Transport):
     def on_connection_lost(self, connection: CallerConnection, reason: str) -> None:
         """Use the fallback from now on; fail the calls that were sent on the connection.
 
-        A broken connection does not imply that the peer died, so they wait for its loss first.
+        A broken connection does not imply that the peer died, so the calls first wait for a report
+        of its loss.
         """
         with self._lock:
             route = self._routes.get(connection.peer.token)
@@ -357,14 +358,14 @@ class DirectTransport(Transport):
             return
 
     def _replace_bulk(self, first: CallerConnection, bulk: CallerConnection, reason: str) -> None:
-        """Expect large replies on another connection, as theirs could not be made.
+        """Expect large replies on a new connection, as the one for them could not be made.
 
-        One is made after the other, as the peer sends replies on any that it has accepted.
+        One connection is tried at a time: the peer sends replies on any that it has accepted.
 
         Args:
-            first: the connection that announced them; while it lives, the peer keeps them.
-            bulk: that could not be made; a large request may have replaced it meanwhile.
-            reason: why.
+            first: the connection that announced them; while it is open, the peer keeps them.
+            bulk: the one that could not be made; a large request may have replaced it meanwhile.
+            reason: why it could not be made.
         """
         if first.bulk is bulk:
             late = first.bulk_deadline is not None and first.bulk_deadline.expired

@@ -1,4 +1,4 @@
-"""Calls that no connection carries: the fallback transport has them, or they fail."""
+"""Calls that no connection carries: the fallback transport carries them, or they fail."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LOSS_SECONDS = 1.0
 
 
 class UnconnectedCalls:
-    """Call peers by the fallback transport, or refuse to.
+    """Call peers by the fallback transport, or fail the calls.
 
     Args:
-        transport (Transport): the other transport.
-        threads (ThreadCache): runs what waits.
+        transport (Transport): the fallback transport.
+        threads (ThreadCache): waits for the loss of peers.
         only (bool): calls fail where a connection is impossible.
     """
 
@@ -38,7 +38,7 @@ class UnconnectedCalls:
 
     @property
     def handling(self) -> str:
-        """How they are handled, for messages."""
+        """How these calls are handled, for log messages."""
         return "fail" if self._only else f"go by the {self._transport.name} transport"
 
     def start(self, serve: Serve, find: Callable[[int], Member | None], secret: bytes) -> None:
@@ -54,7 +54,7 @@ class UnconnectedCalls:
         """Call a peer.
 
         Args:
-            peer: with its address on the fallback.
+            peer: the callee, with its address on the fallback transport.
             frame: the request.
             reason: why no connection carries it.
         """
@@ -75,11 +75,11 @@ class UnconnectedCalls:
         pending.complete(Error(error))
 
     def wait_error(self, peer: Member, pid: int | None, reason: str) -> CallError:
-        """Return the error of calls whose connection broke; wait for the loss of the peer first.
+        """Wait for a report of a peer's loss; return the error of calls whose connection broke.
 
         Args:
-            peer: that was called.
-            pid: of its process, if this is known on this node.
+            peer: the callee.
+            pid: the id of the callee's process; None: it is not known on this node.
             reason: why the connection broke.
         """
         if not self._wait_loss(peer, pid):
@@ -91,8 +91,8 @@ class UnconnectedCalls:
         """Wait for the loss of a peer; return False if it is not known after a while.
 
         Args:
-            peer: the directory reports its loss.
-            pid: of its process, if this is known on this node: the end of the process is a loss.
+            peer: the peer, whose loss the directory reports.
+            pid: the id of the peer's process, whose end is a loss, too; None: it is not known.
         """
         deadline = Deadline(LOSS_SECONDS)
         while not deadline.expired:

@@ -3,10 +3,12 @@
     number (8) | length of the rest (8) | length of the head (4) | kind and count (4)
     a length (8) for each buffer | number of their segment (8), if SHARED | head | buffers, if not
 
-The number is the call's, the head a packed ``Frame``; an empty head announces that the reply comes
-by another transport.  Beside messages there are notices about a segment of shared memory, of the
-first line only, with the segment's number: the receiver RELEASED it, or DISCARDED it, so that it is
-not used again, or the sender FREED it.
+Sizes in bytes are in parentheses.  The number is the call's id, the head a packed ``Frame``.  An
+empty head announces a large reply, which arrives by the connection for large messages.
+
+A notice is about a segment of shared memory; it has the first line only, with the segment's number.
+The receiver RELEASED the segment, or DISCARDED it, so that it is not used again, or the sender
+FREED it.
 
 All lengths must add up before memory is allocated for them; else the message is malformed, which
 ends the connection.
@@ -44,7 +46,7 @@ PREFIX = struct.Struct("<QQII")
 TICK_SECONDS = 0.25
 
 
-# Kinds, in the bits above the count of buffers.
+# Kinds of messages, in the bits above the count of buffers.
 SHARED = 1 << 31  # a message whose buffers are in shared memory
 RELEASED = 1 << 30  # a notice: the receiver uses no buffer in this segment any more
 FREED = 1 << 29  # a notice: the sender will not use this segment again
@@ -67,7 +69,7 @@ class Message(NamedTuple):
 
     Args:
         number (int): of the call, or of the segment.
-        content (Frame | None): None: the reply comes by another transport, or it is a notice.
+        content (Frame | None): its frame; None: it announces a large reply, or is a notice.
         shared (SharedBuffers | None): where the buffers are that the frame does not have yet.
         notice (int): RELEASED, DISCARDED, FREED or 0.
     """
@@ -136,8 +138,8 @@ def prepare(connection: socket.socket, tick: float = TICK_SECONDS) -> None:
     """Set a connection's options.
 
     Args:
-        connection: blocking from now on; small messages are sent at once.
-        tick: after how many seconds a read times out.
+        connection: a socket; from now on it blocks, and sends small messages at once.
+        tick: after how long a read times out, in seconds.
     """
     connection.setblocking(True)
     seconds = int(tick)
@@ -161,9 +163,9 @@ class Layout:
     """The parts of a message with buffers, by its first line.
 
     Args:
-        length (int): of all after the first line.
-        head_length (int): of the head.
-        kind (int): kind and count of buffers.
+        length (int): number of bytes after the first line.
+        head_length (int): number of bytes of the head.
+        kind (int): kind of the message, and count of its buffers.
 
     Raises:
         FrameError: the kind is unknown, or the parts are longer than the whole.
@@ -181,7 +183,7 @@ class Layout:
         self._length = length
         self.head_length = head_length
         numbers = count + self._is_shared
-        #: length of the numbers and the head
+        #: number of bytes of the numbers and the head
         self.front_length = 8 * numbers + head_length
         rest = length - self.front_length
         if rest < 0 or (rest and (self._is_shared or not count)):
@@ -189,7 +191,7 @@ class Layout:
         self._numbers = _NUMBERS[numbers]
 
     def read(self, number: int, data: Any, position: int) -> tuple[Message, tuple[int, ...]]:
-        """Return the message at ``position``, without buffers, and the lengths of these.
+        """Return the message at ``position``, without its buffers, and the lengths of its buffers.
 
         Raises:
             FrameError: its lengths do not add up, or its frame is malformed.
