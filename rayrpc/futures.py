@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.futures import Future, collect_all
 
 from rayrpc._concurrency.deadlines import Deadline
@@ -38,6 +39,14 @@ _short.maxother = _short.maxstring = 200  # characters
 
 FindCall = Callable[[Any], tuple[str, float] | None]
 _find_call: FindCall | None = None  # see ``extend_futures``
+
+
+def value_of(future: Any) -> Any:
+    """Return the value of a Future that is done.
+
+    Later work of this thread on accelerators is ordered after the work that makes the value.
+    """
+    return future.wait() if torch.cuda.is_initialized() else future.value()
 
 
 def wait_all(futures: Iterable[Future[T]]) -> list[T]:

@@ -32,7 +32,7 @@ class PassPart(Protocol):
 class Passes:
     """Find the part of a pass by the pass's id; keep what arrives before the part begins.
 
-        UNKNOWN ── add ──> UNDER_WAY ── remove ──> UNKNOWN
+        UNKNOWN ── add ──> UNDER_WAY ── remove ──> ENDED: gradients are dropped
         UNKNOWN ── gradients, abort ──> EARLY ── add: the part takes them ──> UNDER_WAY
 
     Thread-safe.
@@ -43,6 +43,7 @@ class Passes:
         self._parts: dict[int, PassPart] = {}  # by the pass's id
         self._early: dict[int, Gradients] = {}
         self._aborted: dict[int, RpcError] = {}  # the error, by the pass's id
+        self._ended: set[int] = set()
 
     def __len__(self) -> int:
         """Return the number of parts under way."""
@@ -59,15 +60,16 @@ class Passes:
         return gradients
 
     def remove(self, pass_id: int) -> None:
-        """Remove a part that has ended."""
+        """Remove a part that has ended; gradients that arrive later are dropped."""
         with self._lock:
             self._parts.pop(pass_id, None)
+            self._ended.add(pass_id)
 
     def find(self, pass_id: int, gradients: Gradients) -> PassPart | None:
-        """Return the part of a pass; if there is none, keep the gradients until it begins."""
+        """Return the part of a pass; if it has not begun, keep the gradients until it does."""
         with self._lock:
             part = self._parts.get(pass_id)
-            if part is None:
+            if part is None and pass_id not in self._ended:
                 self._early.setdefault(pass_id, {}).update(gradients)
             return part
 

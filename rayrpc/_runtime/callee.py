@@ -12,8 +12,6 @@ from time import monotonic, perf_counter
 from types import CoroutineType
 from typing import Any
 
-import torch
-
 from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
 from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
 from rayrpc._concurrency.reader import release_reader
@@ -34,7 +32,7 @@ from rayrpc._runtime.served_call import ServedCall
 from rayrpc._runtime.served_streams import ServedStreams, ValueRequest
 from rayrpc._runtime.worker import Worker
 from rayrpc.errors import CallError, CallTimeoutError
-from rayrpc.futures import AnyFuture
+from rayrpc.futures import AnyFuture, value_of
 
 __all__ = ["BeforeReply", "Callee"]
 
@@ -170,15 +168,18 @@ class Callee:
         """Run a call in another thread; see ``_run``."""
 
         def run() -> None:
-            if not deferred.hold(lambda: self._slots.submit(run)):
+            if not deferred.hold(submit):
                 _settle(deferred, frame, lambda: self._run(frame, entry, received))
 
-        try:
-            self._slots.submit(run)
-        except RuntimeError as exc:  # no thread can be started
-            outcome = Error(exc)
-            self._on_undecodable(frame)
-            _settle(deferred, frame, lambda: self._reply(frame, entry, outcome, None))
+        def submit() -> None:
+            try:
+                self._slots.submit(run)
+            except RuntimeError as exc:  # no thread can be started
+                outcome = Error(exc)
+                self._on_undecodable(frame)
+                _settle(deferred, frame, lambda: self._reply(frame, entry, outcome, None))
+
+        submit()
 
     # -- one call -----------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class Callee:
             )
             return self._reply(frame, entry, Error(error), call)
         if value.done():
-            return self._reply(frame, entry, attempt(lambda: _value_of(value)), call)
+            return self._reply(frame, entry, attempt(lambda: value_of(value)), call)
         deferred = Deferred()
 
         def reply(done: Any) -> Frame:
@@ -390,11 +391,3 @@ def _settle(deferred: Deferred, frame: Frame, reply: Callable[[], Frame | Deferr
         made.on_done(deferred.set)
     else:
         deferred.set(made)
-
-
-def _value_of(future: Any) -> Any:
-    """Return the value of a Future that is done.
-
-    Later work of this thread on accelerators is ordered after the work that makes the value.
-    """
-    return future.wait() if torch.cuda.is_initialized() else future.value()

@@ -68,6 +68,13 @@ def test_a_part_that_has_ended_is_not_found(passes, part):
     assert passes.find(9, {}) is None
 
 
+def test_gradients_that_arrive_after_the_end_are_not_kept(passes, part):
+    passes.add(9, part)
+    passes.remove(9)
+    assert passes.find(9, {5: [None]}) is None
+    assert passes.add(9, part) == {}
+
+
 def test_a_part_may_be_removed_while_it_fails(passes):
     class Removed(Part):
         def fail(self, error):

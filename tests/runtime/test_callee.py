@@ -112,6 +112,31 @@ class TestSlots:
         assert [value_of(reply) for reply in replies] == ["released", 3]
         assert b.agent.callee.active == 0
 
+    @pytest.mark.parametrize("number", [1, 2], ids=["at first", "when its peer reads again"])
+    def test_a_call_for_which_no_thread_starts_is_an_error(self, requests, b, monkeypatch, number):
+        submits, slots, held = [], b.agent.slots, []
+        submit = slots.submit
+
+        def fail_at(task):
+            submits.append(task)
+            if len(submits) == number:
+                raise RuntimeError("can't start new thread")
+            submit(task)
+
+        def hold(begin):
+            held.append(begin)
+            return len(held) == 1
+
+        monkeypatch.setattr(Deferred, "hold", property(lambda _: hold, lambda *_: None))
+        monkeypatch.setattr(slots, "submit", fail_at)
+        replies: list[Frame] = []
+        b.agent.callee.serve(requests(add, 1, 2), may_block=False).on_done(replies.append)
+        if number == 2:
+            assert eventually(lambda: held)
+            held[0]()
+        assert eventually(lambda: replies) and "can't start new thread" in error_of(replies[0])[0]
+        assert b.agent.callee.active == 0
+
     def test_an_inspection_takes_no_slot(self, requests, a, b):
         b.agent.callee.inspect = lambda data: data + b" inspected"
         b.agent.callee.serve(requests(wait_until_released), may_block=False)
