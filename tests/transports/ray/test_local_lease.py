@@ -47,7 +47,7 @@ class Cluster:
                 self._threads[-1].start()
 
     def _serve(self, client):
-        with client:
+        with client, contextlib.suppress(OSError):  # the client may have ended
             if self.answer is not None:
                 client.sendall(f"{self.answer}\n".encode())
                 while text := client.recv(100):
