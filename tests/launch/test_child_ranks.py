@@ -87,7 +87,7 @@ def test_a_ctrl_c_ends_those_that_can_end_and_those_that_hang_and_shows_where_ea
 child_ranks.EXIT_SECONDS = 0.5  # for the one that hangs
 context = start_processes(hangs_in_here, nprocs=2, join=False, start_method="fork")
 pids = context.pids()
-os.write(1, f"<ranks {pids[0]} {pids[1]}>".encode())  # at once: the ranks print, too
+os.write(1, f"<ranks {pids[0]} {pids[1]}>\\n".encode())  # at once: the ranks print, too
 
 try:
     while not context.join():
