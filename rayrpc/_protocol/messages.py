@@ -298,42 +298,29 @@ class Frame:
         """
         try:
             kind, flags, src, session, call_id, ack = _HEAD.unpack_from(head)
+            frame = Frame(_KINDS[kind], session, src, call_id, ack=ack, objects=objects)
             position = _HEAD.size
-            rref_id = fork_id = meta = None
-            control: tuple[Control, ...] = ()
-            forks: tuple[Fork, ...] = ()
-            if flags:
+            if flags:  # most frames have none
+                frame.is_async = flags & _IS_ASYNC != 0
+                frame.takes_slot = not flags & _NO_SLOT
                 if flags & _HAS_IDS:
                     ids = _IDS.unpack_from(head, position)
-                    rref_id, fork_id = GloballyUniqueId(*ids[:2]), GloballyUniqueId(*ids[2:])
+                    frame.rref_id = GloballyUniqueId(*ids[:2])
+                    frame.fork_id = GloballyUniqueId(*ids[2:])
                     position += _IDS.size
                 if flags & _HAS_MORE:
                     length, checksum = _MORE.unpack_from(head, position)
                     position += _MORE.size + length
-                    meta, control, forks = _unpack_more(
-                        head[position - length : position], checksum
-                    )
+                    more = _unpack_more(head[position - length : position], checksum)
+                    frame.meta, frame.control, frame.forks = more
                 if flags > _ALL_FLAGS or position > len(head):
                     raise FrameError("the flags of a frame do not fit its length")
-            if rref_id is None and kind in _RREF_KINDS:
+            if kind in _RREF_KINDS and frame.rref_id is None:
                 raise FrameError("a frame names no RRef")
-            return Frame(
-                _KINDS[kind],
-                session,
-                src,
-                call_id,
-                rref_id=rref_id,
-                fork_id=fork_id,
-                is_async=flags & _IS_ASYNC != 0,
-                meta=meta,
-                ack=ack,
-                control=control,
-                forks=forks,
-                data=bytes(head[position:]),
-                buffers=list(buffers) if buffers else [],
-                takes_slot=not flags & _NO_SLOT,
-                objects=objects,
-            )
+            frame.data = bytes(head[position:])
+            if buffers:
+                frame.buffers = list(buffers)
+            return frame
         except (IndexError, struct.error) as exc:  # the kind is unknown, or the head too short
             raise FrameError(f"the header of a frame is malformed: {exc}") from None
 

@@ -51,6 +51,7 @@ class Members:
         on_left: Callable[[Member], None],
     ) -> None:
         self.me = me
+        self._my_info = WorkerInfo(me.name, me.id)
         members = list(members)
         #: whether the group was made with a ``world_size``; guests may join it, too
         self.is_static = any(member.world_size is not None for member in members)
@@ -82,7 +83,9 @@ class Members:
 
     def info_of(self, worker_id: int) -> WorkerInfo:
         """Return the WorkerInfo for an id, also of a member that is gone; see ``lookup``."""
-        member = self.me if worker_id == self.me.id else self.lookup(worker_id)
+        if worker_id == self.me.id:
+            return self._my_info
+        member = self.lookup(worker_id)
         return WorkerInfo(member.name, member.id)
 
     def name_of(self, worker_id: int) -> str:
