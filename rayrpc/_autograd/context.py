@@ -120,7 +120,7 @@ class DistAutogradContext:
         return self.id
 
     def _send_functions(self) -> dict[int, Any]:
-        return {**self.messages.sent()}
+        return self.messages.sent()
 
     def _recv_functions(self) -> dict[int, Any]:
         return self.messages.received()

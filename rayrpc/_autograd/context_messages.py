@@ -58,7 +58,7 @@ class ContextMessages:
         """Return the id of the worker to which a message was sent."""
         return self._sends[message_id].to
 
-    def sent(self) -> dict[int, SendFunction]:
+    def sent(self) -> dict[int, Any]:
         """Return the send functions, by the message's id."""
         with self._lock:
             result = dict(self._sends)

@@ -63,6 +63,7 @@ class Passes:
         """Remove a part that has ended; gradients that arrive later are dropped."""
         with self._lock:
             self._parts.pop(pass_id, None)
+            self._aborted.pop(pass_id, None)
             self._ended.add(pass_id)
 
     def find(self, pass_id: int, gradients: Gradients) -> PassPart | None:
@@ -76,7 +77,8 @@ class Passes:
     def abort(self, pass_id: int, error: RpcError) -> None:
         """Fail the part of a pass, now or when the part is added."""
         with self._lock:
-            self._aborted[pass_id] = error
+            if pass_id not in self._ended:
+                self._aborted[pass_id] = error
             part = self._parts.get(pass_id)
         if part is not None:
             part.fail(error)

@@ -75,6 +75,16 @@ def test_gradients_that_arrive_after_the_end_are_not_kept(passes, part):
     assert passes.add(9, part) == {}
 
 
+def test_neither_is_an_abort(passes, part):
+    passes.add(9, part)
+    passes.abort(9, ABORT)
+    passes.remove(9)
+    passes.abort(9, ABORT)
+    later = Part()
+    passes.add(9, later)
+    assert later.errors == []
+
+
 def test_a_part_may_be_removed_while_it_fails(passes):
     class Removed(Part):
         def fail(self, error):
