@@ -78,7 +78,6 @@ class Agent:
         me = snapshot.me
         self.member = me
         self.key = key
-        self.info = WorkerInfo(me.name, me.id)
         self.user_api = user_api
         self.objects = objects or NoStore()
         self._options = options
@@ -103,6 +102,7 @@ class Agent:
         self.members = Members(
             me, snapshot.members, directory.members, self._on_joined, self._on_left
         )
+        self.info = self.members.my_info
         ids = IdSource(me.id, me.epoch)
         make = functools.partial(make_handle, self)
         self.rrefs = RRefContext(me.id, ids, make, self._send_control, key)
@@ -185,8 +185,7 @@ class Agent:
                 "incompatible function arguments: a worker is given by its name or id, not by "
                 f"{worker!r}"
             )
-        member = self.lookup(worker)
-        return WorkerInfo(member.name, member.id)
+        return self.members.info_of(worker)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return the WorkerInfo of all members that are no guests, by id."""

@@ -51,7 +51,7 @@ class Members:
         on_left: Callable[[Member], None],
     ) -> None:
         self.me = me
-        self._my_info = WorkerInfo(me.name, me.id)
+        self.my_info = WorkerInfo(me.name, me.id)
         members = list(members)
         #: whether the group was made with a ``world_size``; guests may join it, too
         self.is_static = any(member.world_size is not None for member in members)
@@ -81,11 +81,11 @@ class Members:
         """Return the member with an id."""
         return self._by_id.get(worker_id)
 
-    def info_of(self, worker_id: int) -> WorkerInfo:
-        """Return the WorkerInfo for an id, also of a member that is gone; see ``lookup``."""
-        if worker_id == self.me.id:
-            return self._my_info
-        member = self.lookup(worker_id)
+    def info_of(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """Return the WorkerInfo of a destination, also of a member that is gone; see ``lookup``."""
+        if to == self.me.id:
+            return self.my_info
+        member = self.lookup(to)
         return WorkerInfo(member.name, member.id)
 
     def name_of(self, worker_id: int) -> str:
