@@ -456,6 +456,33 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
+def in_thread(function: Callable[..., Any], *args: Any) -> Callable[[float], Any]:
+    """Run a function in a thread, and return what waits for its result, or its error.
+
+    Args:
+        function, args: what to run.
+
+    Returns:
+        Takes a timeout in seconds, and returns the result, or the Exception that was raised.
+    """
+    outcomes: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(function(*args))
+        except Exception as exc:
+            outcomes.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def outcome(timeout: float) -> Any:
+        thread.join(timeout)
+        return outcomes[0]
+
+    return outcome
+
+
 def run_in_threads(
     run: Callable[..., object], ways: Iterable[tuple[Any, ...]], timeout: float
 ) -> None:

@@ -18,6 +18,14 @@ def link():
     return Link()
 
 
+class Interrupting(list):
+    """Is interrupted just after each message is appended."""
+
+    def append(self, message):
+        super().append(message)
+        raise KeyboardInterrupt
+
+
 class TestSending:
     def test_messages_are_numbered_in_the_order_of_the_queue(self, link):
         link.enqueue(ForkAck, FORK)
@@ -32,11 +40,6 @@ class TestSending:
         assert link.take() == () and link.in_flight == {0: message}
 
     def test_a_message_that_was_queued_before_an_interrupt_keeps_its_number(self, link):
-        class Interrupting(list):
-            def append(self, message):
-                super().append(message)
-                raise KeyboardInterrupt
-
         link.queue = Interrupting()
         with pytest.raises(KeyboardInterrupt):
             link.enqueue(ForkAck, FORK)
@@ -47,11 +50,6 @@ class TestSending:
         assert link.take()[0].seq == 2
 
     def test_so_it_does_if_it_was_taken_at_once(self, link):
-        class Interrupting(list):
-            def append(self, message):
-                super().append(message)
-                raise KeyboardInterrupt
-
         link.queue = Interrupting()
         with pytest.raises(KeyboardInterrupt):
             link.enqueue(ForkAck, FORK)

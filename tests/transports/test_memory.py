@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import eventually
+from conftest import eventually, in_thread
 
 from rayrpc._concurrency.outcome import Error
 from rayrpc._protocol.membership import Member
@@ -60,33 +60,13 @@ def worker(hub):
         each.directory.close()
 
 
-def in_thread(function, *args):
-    """Run a function in a thread; return what gets its result, or its error."""
-    outcomes = []
-
-    def run():
-        try:
-            outcomes.append(function(*args))
-        except Exception as exc:
-            outcomes.append(exc)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def outcome():
-        thread.join(WAIT_SECONDS)
-        return outcomes[0]
-
-    return outcome
-
-
 class TestDirectory:
     def test_a_group_of_fixed_size_is_joined_when_all_are_there(self, worker):
         first, second = worker("a", 0, 2), worker("b", 1, 2)
         joining = in_thread(first.join)
         snapshot = second.join()
         assert {member.name for member in snapshot.members} == {"a", "b"}
-        assert joining().session == snapshot.session
+        assert joining(WAIT_SECONDS).session == snapshot.session
 
     def test_one_that_waits_in_vain_says_whom_it_waited_for_and_is_forgotten(self, worker):
         with pytest.raises(
@@ -163,7 +143,7 @@ class TestDirectory:
             each.join()
         first = in_thread(workers[0].directory.sync, "tag", 1, WAIT_SECONDS)
         assert workers[1].directory.sync("tag", 2, WAIT_SECONDS) == {"a": 1, "b": 2}
-        assert first() == {"a": 1, "b": 2}
+        assert first(WAIT_SECONDS) == {"a": 1, "b": 2}
 
     def test_a_barrier_names_who_has_not_come_and_goes_on_without_who_has_left(self, worker):
         first, second = worker("a"), worker("b")
@@ -173,7 +153,7 @@ class TestDirectory:
             first.directory.sync("tag", 1, 0.02)
         waiting = in_thread(first.directory.sync, "next", 1, WAIT_SECONDS)
         second.directory.leave()
-        assert waiting() == {"a": 1}
+        assert waiting(WAIT_SECONDS) == {"a": 1}
 
     def test_one_that_is_no_member_any_more_asks_in_vain(self, worker):
         one = worker("a")

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from conftest import eventually
+from conftest import eventually, in_thread
 from ray.exceptions import RaySystemError
 
 from rayrpc._protocol.messages import Frame, Kind, Objects
@@ -46,26 +46,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(endpoint_module, "ATTACH_SECONDS", 0.0)
 
 
-def in_thread(function):
-    """Run a function in a thread; return what it returns, or its error, when asked."""
-    outcomes = []
-
-    def run():
-        try:
-            outcomes.append(function())
-        except Exception as exc:
-            outcomes.append(exc)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def outcome():
-        thread.join(WAIT_SECONDS)
-        return outcomes[0]
-
-    return outcome
-
-
 class TestStates:
     def test_one_transport_at_a_time_has_the_endpoint(self, endpoint):
         assert endpoint.reserve() is endpoint and endpoint.reserve() is None
@@ -81,7 +61,7 @@ class TestStates:
                 in_thread(lambda barrier=barrier: (barrier.wait(WAIT_SECONDS), endpoint.reserve()))
                 for _ in range(4)
             ]
-            got = [outcome()[1] for outcome in outcomes]
+            got = [outcome(WAIT_SECONDS)[1] for outcome in outcomes]
             assert got.count(endpoint) == 1 and got.count(None) == 3
             endpoint.detach()
 
@@ -89,14 +69,14 @@ class TestStates:
         endpoint.reserve()
         calling = in_thread(lambda: endpoint.call(b"frame"))
         endpoint.attach(Server())
-        assert calling() == (b"frame", True)
+        assert calling(WAIT_SECONDS) == (b"frame", True)
 
     def test_a_call_that_waits_is_refused_when_the_worker_leaves(self, endpoint, monkeypatch):
         monkeypatch.setattr(endpoint_module, "ATTACH_SECONDS", 1000.0)
         endpoint.reserve()
         calling = in_thread(lambda: endpoint.call(b"frame"))
         endpoint.detach()
-        error = calling()
+        error = calling(WAIT_SECONDS)
         assert isinstance(error, CallError)
         assert "has left its group, or has not joined it yet" in str(error)
 
@@ -116,7 +96,7 @@ class TestStates:
         endpoint.reserve()
         calling = in_thread(lambda: endpoint.call(b"frame"))
         endpoint.attach(Server(lambda wire, may_block: b"second group"))
-        assert calling() == b"second group"
+        assert calling(WAIT_SECONDS) == b"second group"
 
     def test_late_replies_reach_the_transport_that_is_attached(self, endpoint):
         endpoint.deliver(1, b"to nobody")
@@ -151,7 +131,7 @@ class TestThreads:
         assert eventually(lambda: endpoint.call(b"quick") is False)
         yield endpoint
         release.set()
-        assert slow() is True
+        assert slow(WAIT_SECONDS) is True
 
     def test_the_last_free_thread_may_not_be_kept(self, serving, release):
         assert serving.call(b"quick") is False
@@ -164,7 +144,7 @@ class TestThreads:
         flushing = in_thread(lambda: (serving.flush_replies(WAIT_SECONDS), flushed.set()))
         assert not flushed.is_set()
         release.set()
-        flushing()
+        flushing(WAIT_SECONDS)
         assert flushed.is_set()
 
     def test_an_error_of_a_call_leaves_its_thread_free(self, endpoint):
@@ -173,7 +153,7 @@ class TestThreads:
 
         endpoint.reserve()
         endpoint.attach(Server(fail))
-        in_thread(lambda: endpoint.call(b"frame"))()
+        in_thread(lambda: endpoint.call(b"frame"))(WAIT_SECONDS)
         endpoint.attach(Server())
         assert endpoint.call(b"frame") == (b"frame", True)
 
@@ -187,10 +167,10 @@ class TestWatch:
             for token, event in ended.items()
         ]
         watch.release("first")
-        waits[0]()
+        waits[0](WAIT_SECONDS)
         assert ended["first"].is_set() and not ended["second"].is_set()
         watch.release("second")
-        waits[1]()
+        waits[1](WAIT_SECONDS)
 
     def test_a_membership_that_has_ended_before_is_not_waited_for(self):
         watch = LivenessWatch()
