@@ -48,6 +48,9 @@ MOST_SECONDS = 1.0
 # Number of cancelled calls whose ids are kept: some may not have arrived yet.
 MAX_EARLY = 1000
 
+# Checks for an interrupt before it counts as lost.
+CHECKS = 1000
+
 # held while a thread is interrupted: none must be after its function has ended
 _interrupting = threading.Lock()
 
@@ -240,14 +243,17 @@ def _take_back(thread: int) -> None:
 
     ``_TakenBack`` replaces it, and is raised here.  If it were only cleared, Python would check for
     it for ever: only raising an exception resets its flag.  (Under tracing, 3.11 only checks.)
+    Python may raise it in a finalizer, or a callback of its collector, which lose it: it is set
+    again until it is raised here.
     """
     struck: BaseException | None = None
     while True:
         try:
-            with _interrupting:
-                _set_exception(thread, _TakenBack)
             while True:
-                time.sleep(0)
+                with _interrupting:
+                    _set_exception(thread, _TakenBack)
+                for _ in range(CHECKS):
+                    time.sleep(0)
         except _TakenBack:
             break
         except BaseException as exc:  # the interrupt to drop, or Ctrl-C

@@ -8,10 +8,10 @@ import time
 from typing import Any
 
 import pytest
-from conftest import eventually
+from conftest import eventually, in_thread
 from memory_workers import memory_group
 
-from rayrpc._runtime import current
+from rayrpc._runtime import cancelling, current
 from rayrpc._runtime.invocation import Invocation
 from rayrpc.errors import CancelledError
 from rayrpc.functions import async_execution
@@ -241,6 +241,20 @@ def test_cancellations_that_race_with_replies(pair, quick_switches, seed):
     # no thread of the worker is interrupted later
     assert [a.sync(b, brief, 0.001) for _ in range(50)] == [0.001] * 50
     assert b.agent.slots.free == 2
+
+
+def test_an_interrupt_that_a_finalizer_loses_is_dropped_all_the_same(monkeypatch):
+    set_exception = cancelling._set_exception
+    interrupts: list[type] = []
+
+    def lose_the_first(thread, kind):
+        interrupts.append(kind)
+        if len(interrupts) > 1:
+            set_exception(thread, kind)
+
+    monkeypatch.setattr(cancelling, "_set_exception", lose_the_first)
+    outcome = in_thread(lambda: cancelling._take_back(threading.get_ident()))
+    assert outcome(WAIT) is None and len(interrupts) == 2
 
 
 def test_an_interrupted_wait_cancels_its_call(pair):
