@@ -15,7 +15,7 @@ By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc sta
 - ``report``: ``Inspector`` answers INSPECT frames with what its worker does.
 - ``stacks``: where users' code is; with ``frames``, which reads those of running threads.
 - ``waits``: the graph of who waits for whom, from the reports of a group (pure).
-- ``group_status``: the reports of a group, as text, HTML and data; with ``tables``.
+- ``group_status``: the reports of a group, as text, HTML and data; ``tables`` lays them out.
 - ``rref_list``: the RRefs of a group (``rpc.rrefs``).
 - ``metrics``: counts and times of calls, recorded by Ray's metrics every few seconds.
 - ``slow_calls``: logs calls that wait for long, with what the callee reports of them.

@@ -1,11 +1,12 @@
 """Start workers as Ray actors: the ranks of a script, servers for a notebook, pools for libraries.
 
-The files, in the order in which ``rayrpc run`` meets them:
+The files, in the order in which ``rayrpc run`` (``rayrpc.cli``) meets them:
 
 - ``process``: the shim, which puts rayrpc in place in a script's process and in its children.
 - ``program``: what a process runs, described so that a rank on another host can load it.
 - ``folder``: the program's folder, for hosts that do not have it.
-- ``spawning``: ``spawn`` and its context, in the place of ``torch.multiprocessing``'s.
+- ``spawning``: ``spawn`` and its context, in the place of ``torch.multiprocessing``'s: starts the
+  ranks of a script.
 - ``arguments``: what ranks are called with: shared with those on this node, copied for others.
 - ``placement``: which node has room for a worker; what is reserved there.
 - ``hosted``: the actor that is a worker; its process runs the main and serves calls.
@@ -19,7 +20,8 @@ The files, in the order in which ``rayrpc run`` meets them:
 - ``child_ranks``: ranks that stay processes of torch's; ``children``: the folder on PYTHONPATH by
   which Python processes that a program starts have rayrpc.
 - ``interrupt``: the end of a run by Ctrl-C.
-- ``looking``: ``rayrpc status`` and ``rayrpc stack``; ``run_trace``: ``rayrpc run --trace``.
+- ``looking``: ``rayrpc status`` and ``rayrpc stack``, from the reports of ``_observe``;
+  ``run_trace``: ``rayrpc run --trace``.
 - ``workers``: workers that only serve, in a group that this process is in, for ``start_workers``;
   ``lifetime``: how long they live; ``restarts``: those that are started again when they die;
   ``detached``: those that outlive their program, and ``rayrpc stop``; ``autoreload``: edited

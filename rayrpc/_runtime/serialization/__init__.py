@@ -1,6 +1,7 @@
 """Objects to bytes and buffers, and back.
 
-    codec            pickles by reference, else by value
+    codec            pickles by reference; by value what the receiver cannot import: lambdas,
+                     functions of notebooks and of another ``__main__``
     reducers         what instances of a class are pickled to
     sessions         RRefs and ObjectRefs leave a pickle, and come back to it
     tensors          dense CPU tensors and numpy arrays leave it as protocol-5 buffers

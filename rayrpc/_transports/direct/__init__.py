@@ -21,9 +21,10 @@ The files, in the order in which a call meets them:
 - ``traffic``: counts the bytes that connections send;
 - ``silence``: closes connections to hosts that acknowledge nothing;
 - ``tls``: encrypts connections between nodes;
-- ``peer_process``: the process at the other end of a UNIX socket: its id, what it has read;
+- ``peer_process``: the process at the other end of a UNIX socket: its id, what it has read, whether
+  it has ended;
 - ``listening``: where the callee listens for other nodes, and the address that it announces;
-- ``acceptor`` and ``auth``: accept and authenticate connections, at the callee;
+- ``acceptor``: accepts connections at the callee; ``auth``: the handshake, at both ends;
 - ``idle_connections``: the callee's idle connections, for which one thread waits;
 - ``server``: the callee's listeners, and all of its connections;
 - ``server_connection``: the callee's end of a connection: reads requests, serves them, replies;

@@ -3,23 +3,23 @@
 In the order in which a worker meets them:
 
     cluster            connects this process to its Ray cluster, the local one if none is named
-    local_lease        its lease of that; keeps the local cluster without one (``rayrpc up``)
+    local_lease        the lease of the local cluster; keeps it without one (``rayrpc up``)
     auth_token         Ray's authentication by token: the user's token, clusters that require one
     local_cluster      the process that starts and ends a local cluster
-    node_start         starts Ray's nodes there in less time
-    start_daemon       is the program that runs Ray's daemons there, beside JupyterLab
-    worker_forks       has their workers forked: by ``fork_server``, a process that has loaded what
+    node_start         starts the nodes of the local cluster in less time
+    start_daemon       is the program that runs Ray's daemons, beside JupyterLab
+    worker_forks       has Ray's workers forked: by ``fork_server``, a process that has loaded what
                        they need, which ``start_worker`` asks in the place of Ray's program
     forked_children    the children that a connected process forks, without a client of Ray
     ray_api            Ray's functions, which are errors where Ray has ended
     raylet_watch       ends a process of Ray with its node's raylet
     directory          the directory actor of a group
-    directory_answers  what it answers its members, and how often
+    directory_answers  what the directory answers its members, and how often
     applied_versions   which version of the group each member has applied
-    endpoint_watch     has it learn when a member leaves or dies
-    directory_start    starts it on the head node, or finds it
-    directory_client   a member's side of it: ``RayDirectory``
-    group_record       what it knows of the group, should the directory be restarted
+    endpoint_watch     notifies the directory when a member leaves or dies
+    directory_start    starts the directory on the head node, or finds it
+    directory_client   a member's side of the directory: ``RayDirectory``
+    group_record       what the directory knows of the group, should it be restarted
     host_monitor       finds the hosts that do not answer, for the directory
     endpoint           addresses, the wire form, the endpoint of a hosted worker
     relay              the relay actor: the endpoint of an attached process
