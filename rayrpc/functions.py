@@ -39,7 +39,8 @@ def async_execution(fn: Callable[P, T]) -> Callable[P, T]:
     if not callable(fn):
         raise TypeError(f"async_execution decorates a callable, not {fn!r}")
 
-    @functools.wraps(fn)
+    # the name of a scripted function is its class's; that of its Python code finds it
+    @functools.wraps(getattr(fn, "_torchdynamo_inline", fn))
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         return fn(*args, **kwargs)
 
