@@ -103,9 +103,11 @@ class TestMaking:
         with pytest.raises(RuntimeError, match=r"^type_hint should only be specified"):
             RRef(value, torch.nn.Module)
 
-    def test_a_scripted_module_may_have_one(self, a):
+    def test_a_scripted_module_has_one(self, a):
         module = torch.jit.script(torch.nn.Linear(1, 1))
         assert RRef(module, torch.nn.Module).local_value() is module
+        with pytest.raises(RuntimeError, match="must provide its ModuleInterface type hint"):
+            RRef(module)
 
     def test_each_has_an_identity_of_its_own(self, a, quick_switches):
         made: list[RRef] = []

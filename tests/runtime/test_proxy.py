@@ -175,5 +175,5 @@ def test_a_proxy_travels_with_its_rref_and_its_timeout():
 
 
 def test_a_scripted_module_is_called_without_a_look_at_its_methods(workers):
-    rref = RRef(torch.jit.script(torch.nn.ReLU()))
+    rref = RRef(torch.jit.script(torch.nn.ReLU()), torch.nn.Module)
     assert rref.rpc_sync().forward(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]

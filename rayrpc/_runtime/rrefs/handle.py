@@ -42,7 +42,7 @@ class RRef(Generic[T]):
         type_hint (type, optional): of the value, if that is a ScriptModule.
 
     Raises:
-        RuntimeError: RPC is not initialized, or a type is given for another value.
+        RuntimeError: RPC is not initialized, or a type is missing, or given for another value.
 
     Source: ``torch.distributed.rpc.RRef``.
     """
@@ -71,9 +71,12 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         home = get_home()
-        if type_hint is not None and not isinstance(value, torch.jit.ScriptModule):
-            raise RuntimeError(  # torch's text
-                "type_hint should only be specified when the RRef being created contains a "
+        if isinstance(value, torch.jit.ScriptModule) is (type_hint is None):
+            raise RuntimeError(  # torch's texts
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface "
+                "type hint."
+                if type_hint is None
+                else "type_hint should only be specified when the RRef being created contains a "
                 "ScriptModule."
             )
         cell = Cell(Value(value), users_line())
