@@ -66,6 +66,7 @@ simulate: install ## Run the threads in SEEDS orders (1000) of each scenario; AR
 compliance: install ## Run PyTorch's own RPC suites, all lists, and compare outcomes with torch's own RPC
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
 	$(PY) tests/compliance/run.py --tests tests/compliance/autograd.txt $(ARGS)
+	$(PY) tests/compliance/run.py --tests tests/compliance/torchscript.txt $(ARGS)
 	$(PY) tests/differential/compare.py
 
 matrix: install ## Run the main tests with the oldest and the newest versions that are supported

@@ -30,6 +30,7 @@ What programs import:
 
 How it is made, from the top:
 
+    _torchscript      compiled code that calls RPC
     launch            workers as Ray actors
     startup           from ``init_rpc``'s arguments to an agent
     _jit              tasks of ``fork``

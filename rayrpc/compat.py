@@ -3,19 +3,19 @@
 ``install()`` changes attributes of torch's modules in place, so that programs which import them
 later, in any form, get rayrpc; ``uninstall()`` restores them.  ``TABLE`` lists what is replaced
 by what.  Where torch has no RPC at all, the modules are made.
-
-Not emulated: the native operators behind TorchScript functions that themselves call RPC (their
-Python originals run instead).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["install", "is_installed", "uninstall"]
@@ -180,8 +180,12 @@ _undo: list[tuple[Any, str, Any]] = []
 def is_available() -> bool:
     """Return True: RPC can be used.
 
+    TorchScript's compiler calls it before it compiles anything that could be RPC.
+
     Source: ``torch.distributed.rpc.is_available``.
     """
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit."):
+        _load_torchscript()
     return True
 
 
@@ -215,6 +219,8 @@ def install(jit: bool = False) -> None:
         _install_rpc()
         futures.extend_futures()
         set_install(install)
+        if _has_compiled():
+            _load_torchscript()
     if jit:
         torchs, ours = map(importlib.import_module, ("torch.jit", "rayrpc.jit"))
         for name in ("fork", "script", "wait"):
@@ -233,7 +239,6 @@ def _install_rpc() -> None:
             package, _, last = name.rpartition(".")
             _set(sys.modules[package], last, module)
     sys.meta_path.insert(0, _finder)
-    _replace_script_calls()
     for module_name, name, source, source_name in TABLE:
         target = rpc if module_name == RPC else sys.modules.get(module_name)
         # a module that was never imported has copied nothing
@@ -241,6 +246,9 @@ def _install_rpc() -> None:
             continue
         module = importlib.import_module(source)
         _set(target, name, module if source_name is None else getattr(module, source_name))
+    _set(importlib.import_module("rayrpc.api").RRef, "_jit_override_qualname", _InferredType())
+    for name in ("import_ir_module", "import_ir_module_from_buffer"):
+        _set(sys.modules["torch._C"], name, _loading_archive(name))
 
 
 def uninstall() -> None:
@@ -269,25 +277,46 @@ def uninstall() -> None:
             setattr(target, name, old)
 
 
-_native_call: Any = None
+_script_lock = threading.RLock()
+_script_is_loaded = False
 
 
-def _replace_script_calls() -> None:
-    global _native_call
-    kind = importlib.import_module("torch").ScriptFunction
-    _native_call = kind.__call__
-    _set(kind, "__call__", _call_scripted)
+def _load_torchscript(infers_types: bool = False) -> None:
+    """Have TorchScript code that calls RPC run in Python; see ``rayrpc._torchscript``."""
+    with _script_lock:
+        if _undo and not _script_is_loaded:
+            _set(sys.modules[__name__], "_script_is_loaded", True)
+            importlib.import_module("rayrpc._torchscript.patches").load(_set, infers_types)
 
 
-def _call_scripted(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a scripted function; where compiled code refuses RRefs of ours, its Python original."""
-    try:
-        return _native_call(self, *args, **kwargs)
-    except RuntimeError as exc:
-        original = getattr(self, "_torchdynamo_inline", None)
-        if original is None or "Expected a value of type 'RRef" not in str(exc):
-            raise
-        return original(*args, **kwargs)
+def _has_compiled() -> bool:
+    """Return whether this process has compiled functions or modules by TorchScript."""
+    state, recursive = map(sys.modules.get, ("torch.jit._state", "torch.jit._recursive"))
+    functions = getattr(state, "_jit_caching_layer", None)
+    return bool(functions or (recursive and recursive.concrete_type_store.type_store))
+
+
+def _loading_archive(name: str) -> Callable[..., Any]:
+    """Return a function that loads a TorchScript archive, and marks a program that does."""
+    natives: Any = sys.modules["torch._C"]
+
+    @functools.wraps(getattr(natives, name))
+    def load(*args: Any) -> Any:
+        _load_torchscript()
+        return getattr(natives, name)(*args)
+
+    return load
+
+
+class _InferredType:
+    """What TorchScript reads of the class of a value whose type it infers.
+
+    It marks a program that compiles a module with RRefs in it.
+    """
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        _load_torchscript(infers_types=True)
+        raise AttributeError
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -331,7 +360,8 @@ def _set(target: Any, name: str, value: Any) -> None:
         _undo.append((target, name, target.get(name, _MISSING)))
         target[name] = value
     else:
-        _undo.append((target, name, getattr(target, name, _MISSING)))
+        find = inspect.getattr_static if isinstance(target, type) else getattr
+        _undo.append((target, name, find(target, name, _MISSING)))
         setattr(target, name, value)
 
 

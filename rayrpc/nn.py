@@ -161,6 +161,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         self._place(remote_device)
         self.is_scriptable = _module_interface_cls is not None
+        self._module_interface_cls = _module_interface_cls
         what = (module_cls, args or (), kwargs or {}, self.device, _module_interface_cls)
         self._refer_to(api.remote(self.on, _create, args=what))
 
@@ -203,6 +204,7 @@ class RemoteModule(nn.Module):
         nn.Module.__init__(module)
         module._place(remote_device)
         module.is_scriptable = _module_interface_cls is not None
+        module._module_interface_cls = _module_interface_cls
         module._refer_to(module_rref)
         return module
 

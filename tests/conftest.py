@@ -324,6 +324,44 @@ def workers(ray_cluster: str) -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def installed() -> Iterator[None]:
+    """Put rayrpc in torch's place in this process."""
+    from rayrpc import compat
+
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+@pytest.fixture
+def start_in_memory(installed: None) -> Iterator[Callable[..., Any]]:
+    """Start workers of one group, in memory; see ``memory_group``."""
+    from memory_workers import memory_group
+
+    from rayrpc._runtime import current
+
+    before = current.get_agent() if current.is_set() else None
+    with memory_group() as start:
+        yield start
+        current.set_agent(before)
+
+
+@pytest.fixture
+def worker_a(start_in_memory: Callable[..., Any]) -> Any:
+    """A worker in memory, which is that of this process."""
+    from rayrpc._runtime import current
+
+    made = start_in_memory("a")
+    current.set_agent(made.agent)
+    return made
+
+
+@pytest.fixture
+def worker_b(worker_a: Any, start_in_memory: Callable[..., Any]) -> Any:
+    return start_in_memory("b")
+
+
+@pytest.fixture
 def unstartable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Beginnings of the names of threads that the system does not start; none yet."""
     beginnings: set[str] = set()

@@ -18,13 +18,6 @@ from rayrpc import compat
 from rayrpc.launch.process import get_install
 
 
-@pytest.fixture
-def installed():
-    compat.install()
-    yield
-    compat.uninstall()
-
-
 def rayrpcs(module, name):
     """Return the object of rayrpc that a row of the table names."""
     source = importlib.import_module(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.operators import as_schema_says, run_operator
+from rayrpc.futures import AnyFuture
 
 __all__ = ["run"]
 
@@ -24,30 +24,35 @@ def run(invocation: Invocation, is_async: bool) -> Any:
     func: Any = invocation.func
     inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
     if isinstance(inner, torch.jit.ScriptFunction):
-        return _run_scripted(inner, invocation)
+        value = _run_scripted(inner, invocation)
+        if is_async and not isinstance(value, AnyFuture):
+            raise RuntimeError(  # torch's text
+                "Async functions must return an IValue of Future type, but got "
+                f"{type(value).__name__}"
+            )
+        return value
     if type(func) is BuiltinFunctionType:
         return run_operator(*invocation)
     return as_schema_says(func, invocation())
 
 
 def _run_scripted(func: Any, invocation: Invocation) -> Any:
-    """Run a scripted function, or the Python function that it was made from.
-
-    The original runs where the compiled one cannot: compiled RPC operators need a native agent,
-    and compiled code takes no number for a tensor, as torch's own RPC examples pass it.
-    """
+    """Run a scripted function, which may get numbers for tensors, as torch's RPC examples do."""
     _, args, kwargs = invocation
-    original = getattr(func, "_torchdynamo_inline", None)
-    if original is not None and _calls_rpc(func):
-        return original(*args, **kwargs)
     try:
         return func(*args, **kwargs)
     except RuntimeError as exc:
-        if original is None or "Expected a value of type" not in str(exc):
+        if "Expected a value of type 'Tensor" not in str(exc):
             raise
-        return original(*args, **kwargs)
+        arguments = func.schema.arguments
+        named = {argument.name: argument.type for argument in arguments}
+        kinds = [argument.type for argument in arguments]
+        return func(
+            *map(_as_tensor, kinds, args),
+            **{name: _as_tensor(named[name], value) for name, value in kwargs.items()},
+        )
 
 
-@functools.lru_cache(maxsize=1024)
-def _calls_rpc(func: Any) -> bool:
-    return "prim::rpc_" in str(func.inlined_graph)
+def _as_tensor(kind: Any, value: Any) -> Any:
+    is_number = isinstance(value, (bool, complex, float, int))
+    return torch.tensor(value) if is_number and kind.kind() == "TensorType" else value

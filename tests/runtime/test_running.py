@@ -86,8 +86,16 @@ class TestScripted:
         assert run(scripted, torch.ones(1)).item() == 2
         assert run(scripted, torch.ones(1), factor=5).item() == 5
 
-    def test_a_number_for_a_tensor_runs_the_function_that_it_was_made_from(self):
-        assert run(scripted, 3) == 6 and run(scripted, 3, factor=4) == 12
+    def test_a_number_may_be_given_for_a_tensor(self):
+        for result in (run(scripted, 3), run(scripted, x=3, factor=2)):
+            assert isinstance(result, torch.Tensor) and result.item() == 6
+        compiled = torch.jit.CompilationUnit("def double(x: Tensor):\n    return x * 2\n")
+        assert run(compiled.double, 3).item() == 6
+
+    def test_all_else_of_another_type_is_refused(self):
+        for args in (("text",), (torch.ones(1), "two"), (3, 2.5)):
+            with pytest.raises(RuntimeError, match="Expected a value of type"):
+                run(scripted, *args)
 
     def test_an_error_of_its_own_is_not_run_again(self):
         with pytest.raises(RuntimeError, match="failed in the TorchScript interpreter"):
@@ -95,12 +103,9 @@ class TestScripted:
         with pytest.raises(torch.jit.Error, match="too large"):
             run(fails, torch.ones(1))
 
-    def test_one_that_was_made_from_no_function_keeps_its_error(self):
+    def test_a_traced_one_runs(self):
         traced = torch.jit.trace(lambda x: x * 2, torch.ones(1))
         assert run(traced, torch.ones(1)).item() == 2
-        compiled = torch.jit.CompilationUnit("def double(x: Tensor):\n    return x * 2\n")
-        with pytest.raises(RuntimeError, match="Expected a value of type"):
-            run(compiled.double, 3)
 
     def test_an_async_one_is_run_beneath_its_wrapper(self):
         future = run(scripted_later, torch.ones(1), is_async=True)
