@@ -92,10 +92,14 @@ def raise_with(ref):
 
 
 def references():
-    """Return how many objects of the store this process refers to."""
+    """Return how many objects of the store this process refers to.
+
+    Ray may keep an entry without references for an object that was borrowed when its owner died.
+    """
     gc.collect()
     ray_itself: Any = ray_worker.global_worker
-    return len(ray_itself.core_worker.get_all_reference_counts())
+    counts = ray_itself.core_worker.get_all_reference_counts().values()
+    return sum(1 for count in counts if count["local"] or count["submitted"])
 
 
 def settled_references():
