@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.jit._recursive import wrap_cpp_module
-from torch.jit._state import _python_cu
+from torch.jit._state import _get_python_class, _get_script_class, _python_cu
 
 from rayrpc._runtime.rrefs.handle import RRef
 
@@ -216,7 +216,7 @@ def _has_rref(value: Any) -> bool:
 
 def _type_of(value: Any) -> Any:
     if isinstance(value, RRef):
-        return _C.RRefType(_type_of_instances(value._get_type()))
+        return _C.RRefType(_type_of_value(value))
     if isinstance(value, list):
         return _C.ListType(_type_of(value[0]))
     if isinstance(value, tuple):
@@ -230,11 +230,18 @@ def _type_of(value: Any) -> Any:
     return inferred.type()
 
 
-def _type_of_instances(python_class: Any) -> Any:
-    """Return the type that TorchScript has for instances of a class."""
-    if issubclass(python_class, torch.Tensor):
-        return _C.TensorType.get()
-    try:
-        return torch.jit.annotations.ann_to_type(python_class, torch._sources.fake_range())
-    except Exception:
+def _type_of_value(rref: RRef[Any]) -> Any:
+    """Return the type of the value of an RRef; ``PyObject`` if TorchScript has none for it."""
+    text = rref._get_api().rpc_sync(rref.owner(), _annotation_of_value, args=(rref,))
+    if text is None:
         return _C.PyObjectType.get()
+    python_class = _get_python_class(text)
+    if python_class is not None:
+        return _get_script_class(python_class)
+    unit: Any = torch.jit.CompilationUnit(f"def same(x: {text}):\n    return x\n")
+    return unit.same.schema.arguments[0].type
+
+
+def _annotation_of_value(rref: RRef[Any]) -> str | None:
+    inferred = type_with_rrefs(rref.local_value())
+    return inferred.type().annotation_str if inferred.success() else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch.jit._state import _python_cu
 from rayrpc._torchscript import modules
 from rayrpc._torchscript.source import compiled_source
 
-__all__ = ["of_function", "of_method", "run"]
+__all__ = ["add_compiled", "is_scripting", "of_function", "of_method", "run"]
 
 _ScriptError: Any = torch.jit.Error
 
@@ -24,6 +27,31 @@ _TEXTS = {
 }
 
 
+# of Python functions and methods that were compiled
+_compiled_code: set[CodeType] = set()
+
+
+class _Running(threading.local):
+    """How many originals this thread is in."""
+
+    depth = 0
+
+
+_running = _Running()
+
+
+def add_compiled(function: Any) -> None:
+    """Note that a Python function or method was compiled; see ``is_scripting``."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        _compiled_code.add(code)
+
+
+def is_scripting() -> bool:
+    """Return whether the caller runs in the place of compiled code (``torch.jit.is_scripting``)."""
+    return _running.depth > 0 and sys._getframe(1).f_code in _compiled_code
+
+
 def run(original: Callable[..., Any], values: tuple[Any, ...]) -> Any:
     """Run Python code in the place of compiled code.
 
@@ -32,6 +60,7 @@ def run(original: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         torch.jit.Error: another Exception is raised, as compiled code reports it.
     """
     __tracebackhide__ = True
+    _running.depth += 1
     try:
         return original(*values)
     except RuntimeError as exc:
@@ -46,11 +75,14 @@ def run(original: Callable[..., Any], values: tuple[Any, ...]) -> Any:
             "The following operation failed in the TorchScript interpreter.\n"
             f"{type(exc).__name__}: {exc}"
         ) from exc
+    finally:
+        _running.depth -= 1
 
 
 def of_function(function: Any) -> Any:
     """Return the Python code of a ``torch.jit.ScriptFunction``."""
     found = getattr(function, "_torchdynamo_inline", None)
+    add_compiled(found)
     return _from_source(function, _python_cu) if found is None else found
 
 
@@ -62,6 +94,7 @@ def of_method(method: Any) -> Callable[..., Any]:
     if wrapped is None:
         return _from_source(method, modules.unit_of(method.owner))
     found: Callable[..., Any] = getattr(wrapped, "__func__", wrapped)
+    add_compiled(found)
     return found
 
 

@@ -13,7 +13,7 @@ from torch.jit import _builtins, _recursive, _script
 
 import rayrpc.autograd
 from rayrpc._runtime.serialization.reducers import REDUCERS, add_reducer
-from rayrpc._torchscript import archives, modules, remote_modules
+from rayrpc._torchscript import archives, modules, originals, remote_modules
 from rayrpc._torchscript.compiled import CompiledFunction, CompiledMethod
 from rayrpc.nn import RemoteModule
 
@@ -44,6 +44,7 @@ def load(replace: _Replace, infers_types: bool) -> None:
     get_cached: Any = _script._try_get_jit_cached_function
 
     def set_jit_function_cache(key: Any, function: Any) -> None:
+        originals.add_compiled(key)
         set_cache(key, _function(function))
 
     def try_get_jit_cached_function(key: Any) -> Any:
@@ -76,10 +77,13 @@ def load(replace: _Replace, infers_types: bool) -> None:
         _infer_again(replace)
     prepare = RemoteModule.__prepare_scriptable__
     replace(RemoteModule, "__prepare_scriptable__", remote_modules.scriptable(prepare))
+    for module in (torch.jit, torch._jit_internal):
+        replace(module, "is_scripting", originals.is_scripting)
     # what the compiler knows by its identity
-    for name, operator in (("backward", "dist_backward"), ("get_gradients", "get_gradients")):
-        function = getattr(rayrpc.autograd, name)
-        replace(_builtins._get_builtin_table(), id(function), f"aten::{operator}")
+    table = _builtins._get_builtin_table()
+    replace(table, id(rayrpc.autograd.backward), "aten::dist_backward")
+    replace(table, id(rayrpc.autograd.get_gradients), "aten::get_gradients")
+    replace(table, id(originals.is_scripting), "aten::is_scripting")
 
 
 def _adopt_what_is_compiled() -> None:

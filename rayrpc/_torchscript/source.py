@@ -195,6 +195,7 @@ _ANY: dict[str, Callable[..., Any]] = {
     "dist_backward": _backward,
     "get_gradients": autograd.get_gradients,
     "is_owner": RRef.is_owner,
+    "is_scripting": lambda: True,
     "len": len,
     "local_value": RRef.local_value,
     "owner": RRef.owner,

@@ -156,6 +156,22 @@ class TestFunctions:
 
         assert fetch(rpc.remote("b", torch.ones, args=(1,))).item() == 1
 
+    def test_it_is_scripting_where_it_was_compiled(self, worker_b):
+        def helper() -> bool:
+            return torch.jit.is_scripting()
+
+        @torch.jit.ignore
+        def python() -> bool:
+            return torch.jit.is_scripting()
+
+        def ask(rref: rpc.RRef[int]) -> tuple[bool, bool, bool]:
+            if torch.jit.is_scripting():
+                return True, helper(), python()
+            return False, False, False
+
+        assert torch.jit.script(ask)(rpc.RRef(3)) == (True, True, False)
+        assert ask(rpc.RRef(3)) == (False, False, False) and not helper()
+
     def test_an_async_one_replies_when_its_future_is_done(self, worker_a, worker_b, add):
         @functions.async_execution
         @torch.jit.script

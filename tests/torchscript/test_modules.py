@@ -123,11 +123,20 @@ def test_the_type_of_an_attribute_is_inferred(rrefs, wrap):
     assert inferred.success() and "RRef[Tensor]" in str(inferred.type())
 
 
-def test_values_have_torchs_types(worker_b):
+@torch.jit.script
+class Point:
+    def __init__(self, x: int):
+        self.x = x
+
+
+def test_values_have_the_types_of_compiled_code(worker_b):
     types = {
         "RRef[int]": rpc.remote("b", int),
-        "RRef[str]": rpc.remote("b", str),
+        "RRef[List[Tensor]]": rpc.remote("b", lambda: [torch.ones(1)]),
+        "RRef[Dict[str, Tuple[int, float]]]": rpc.remote("b", lambda: {"a": (1, 2.0)}),
+        "RRef[RRef[str]]": rpc.RRef(rpc.remote("b", str)),
         "RRef[PyObject]": rpc.remote("b", set),
+        f"RRef[__torch__.{__name__}.Point]": rpc.remote("b", Point, args=(3,)),
         "int": 3,
     }
     for name, value in types.items():
