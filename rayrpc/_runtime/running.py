@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -44,15 +45,14 @@ def _run_scripted(func: Any, invocation: Invocation) -> Any:
     except RuntimeError as exc:
         if "Expected a value of type 'Tensor" not in str(exc):
             raise
-        arguments = func.schema.arguments
-        named = {argument.name: argument.type for argument in arguments}
-        kinds = [argument.type for argument in arguments]
-        return func(
-            *map(_as_tensor, kinds, args),
-            **{name: _as_tensor(named[name], value) for name, value in kwargs.items()},
-        )
+        kinds = {argument.name: argument.type.kind() for argument in func.schema.arguments}
+        positional = list(map(_as_tensor, kinds.values(), args))
+        named = {name: _as_tensor(kinds.get(name), value) for name, value in kwargs.items()}
+        if not any(map(operator.is_not, [*positional, *named.values()], [*args, *kwargs.values()])):
+            raise  # the function has run
+        return func(*positional, *args[len(positional) :], **named)
 
 
-def _as_tensor(kind: Any, value: Any) -> Any:
+def _as_tensor(kind: str | None, value: Any) -> Any:
     is_number = isinstance(value, (bool, complex, float, int))
-    return torch.tensor(value) if is_number and kind.kind() == "TensorType" else value
+    return torch.tensor(value) if is_number and kind == "TensorType" else value

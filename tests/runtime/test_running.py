@@ -92,6 +92,26 @@ class TestScripted:
         compiled = torch.jit.CompilationUnit("def double(x: Tensor):\n    return x * 2\n")
         assert run(compiled.double, 3).item() == 6
 
+    def test_an_error_of_its_own_runs_it_once(self):
+        runs = []
+
+        @torch.jit.ignore
+        def note(x: torch.Tensor) -> None:
+            runs.append(x)
+            scripted("text")
+
+        @torch.jit.script
+        def fails(x: torch.Tensor):
+            note(x)
+
+        with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor'"):
+            run(fails, torch.ones(1))
+        assert len(runs) == 1
+
+    def test_a_number_beside_a_name_that_it_does_not_take_is_torchs_error(self):
+        with pytest.raises(RuntimeError, match="Unknown keyword argument 'other'"):
+            run(scripted, 3, other=1)
+
     def test_all_else_of_another_type_is_refused(self):
         for args in (("text",), (torch.ones(1), "two"), (3, 2.5)):
             with pytest.raises(RuntimeError, match="Expected a value of type"):
