@@ -98,9 +98,9 @@ def _checked_type(kind: Any) -> Any:
         return _C.ListType(*parts)
     if name == "DictType":
         return _C.DictType(*parts)
-    if name == "TupleType":
+    if name == "TupleType" and kind.annotation_str.startswith("Tuple["):
         return _C.TupleType(parts)
-    return _OBJECT
+    return _OBJECT  # a named tuple, which keeps its class
 
 
 def _accepts(kind: Any, value: Any) -> bool:
@@ -123,5 +123,7 @@ def _accepts(kind: Any, value: Any) -> bool:
     if name == "DictType":
         return all(_accepts(kind.getValueType(), item) for item in value.values())
     if name == "TupleType":
-        return all(map(_accepts, kind.elements(), value))
+        elements = kind.elements()
+        is_tuple = isinstance(value, tuple) and len(value) == len(elements)
+        return is_tuple and all(map(_accepts, elements, value))
     return True

@@ -111,6 +111,25 @@ def test_rrefs_are_checked_and_are_the_very_ones(worker_a):
             signature.bind(args, {})
 
 
+def test_a_named_tuple_with_rrefs_keeps_its_class(worker_a):
+    from torch.distributed.rpc import RRef
+
+    class Pair(NamedTuple):
+        rref: RRef[Tensor]
+        number: int
+
+    @torch.jit.script
+    def take(pair: Pair, plain: tuple[RRef[Tensor], int]) -> int:
+        return Pair(pair.rref, pair.number).number
+
+    signature = Signature(take.schema)
+    pair = Pair(RRef(torch.ones(1)), 2)
+    assert signature.bind((pair, (pair.rref, 3)), {})[0] is pair
+    for wrong in (3, (pair.rref,), (1, 2)):
+        with pytest.raises(RuntimeError, match=r"take\(\) Expected a value of type"):
+            signature.bind((wrong, (pair.rref, 3)), {})
+
+
 def test_futures_are_the_very_ones():
     @torch.jit.script
     def take(future: torch.futures.Future[Tensor]):
