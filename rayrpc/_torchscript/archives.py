@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from rayrpc._runtime.rrefs.handle import RRef
 from rayrpc._torchscript import modules
 from rayrpc._torchscript.remote_modules import SCRIPTED_CLASS
@@ -23,13 +21,12 @@ __all__ = [
     "allow_rrefs",
     "loading",
     "reduce_native_module",
-    "reduce_script_module",
+    "reducing",
     "refuse_rrefs",
     "saving",
 ]
 
 _FILE = "rayrpc_rrefs"
-_jit: Any = torch.jit
 
 
 class _Allowed(threading.local):
@@ -101,18 +98,20 @@ def _dump(value: Any) -> bytes:
 # -- modules as arguments of calls ------------------------------------------------------------
 
 
-def reduce_script_module(module: Any) -> Any:
-    """Reduce a script module to an archive, in which RRefs are allowed."""
-    if module.original_name == SCRIPTED_CLASS:
-        raise RuntimeError(  # torch's text
-            "Passing a script RemoteModule over RPC is not supported. Please create a "
-            "RemoteModule in the sender, send the `module_rref` to the receiver, and create a new "
-            "instance on the receiver end by passing this `module_rref`."
-        )
-    file = io.BytesIO()
-    with _rrefs_allowed():
-        _jit.save(module, file)
-    return _load, (file.getvalue(),)
+def reducing(reduce: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a reducer of script modules, to archives, in which RRefs are allowed."""
+
+    def reduce_with_rrefs(module: Any) -> Any:
+        if module.original_name == SCRIPTED_CLASS:
+            raise RuntimeError(  # torch's text
+                "Passing a script RemoteModule over RPC is not supported. Please create a "
+                "RemoteModule in the sender, send the `module_rref` to the receiver, and create a "
+                "new instance on the receiver end by passing this `module_rref`."
+            )
+        with _rrefs_allowed():
+            return reduce(module)
+
+    return reduce_with_rrefs
 
 
 def reduce_native_module(module: Any) -> Any:
@@ -130,7 +129,3 @@ def _rrefs_allowed() -> Iterator[None]:
         yield
     finally:
         _allowed.value = before
-
-
-def _load(data: bytes) -> Any:
-    return _jit.load(io.BytesIO(data))

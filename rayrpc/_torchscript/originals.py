@@ -26,7 +26,6 @@ _TEXTS = {
     "Can not pickle rref in python pickler": "RRef jit pickling is only allowed inside RPC calls",
 }
 
-
 # of Python functions and methods that were compiled
 _compiled_code: set[CodeType] = set()
 

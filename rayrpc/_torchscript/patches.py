@@ -22,7 +22,6 @@ __all__ = ["load"]
 _C: Any = torch._C
 _RecursiveScriptModule: Any = torch.jit.RecursiveScriptModule
 
-
 _RPC_MODULES = ("torch.distributed.rpc", "torch._C._distributed_rpc")
 _Replace = Callable[[Any, Any, Any], None]
 
@@ -37,7 +36,7 @@ def load(replace: _Replace, infers_types: bool) -> None:
     _adopt_what_is_compiled()
     add_reducer(CompiledFunction, REDUCERS[_C.ScriptFunction])
     for kind in (torch.jit.ScriptModule, _RecursiveScriptModule):
-        replace(REDUCERS, kind, archives.reduce_script_module)
+        replace(REDUCERS, kind, archives.reducing(REDUCERS[kind]))
     replace(REDUCERS, _C.ScriptModule, archives.reduce_native_module)
     # functions, when they are compiled and when they are found again
     set_cache: Any = _script._set_jit_function_cache
