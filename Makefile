@@ -67,6 +67,7 @@ compliance: install ## Run PyTorch's own RPC suites, all lists, and compare outc
 	$(PY) tests/compliance/run.py --tests tests/compliance/core.txt $(ARGS)
 	$(PY) tests/compliance/run.py --tests tests/compliance/autograd.txt $(ARGS)
 	$(PY) tests/compliance/run.py --tests tests/compliance/torchscript.txt $(ARGS)
+	$(PY) tests/compliance/run.py --tests tests/compliance/profiler.txt $(ARGS)
 	$(PY) tests/differential/compare.py
 
 matrix: install ## Run the main tests with the oldest and the newest versions that are supported

@@ -13,10 +13,11 @@ import torch
 from torch.jit._recursive import concrete_type_store
 from torch.jit._state import _python_cu
 
+from rayrpc._runtime.rrefs.creation_site import users_frame
 from rayrpc._torchscript import modules
 from rayrpc._torchscript.source import compiled_source
 
-__all__ = ["add_compiled", "is_scripting", "of_function", "of_method", "run"]
+__all__ = ["add_compiled", "calls_now", "is_scripting", "of_function", "of_method", "run"]
 
 _ScriptError: Any = torch.jit.Error
 
@@ -49,6 +50,12 @@ def add_compiled(function: Any) -> None:
 def is_scripting() -> bool:
     """Return whether the caller runs in the place of compiled code (``torch.jit.is_scripting``)."""
     return _running.depth > 0 and sys._getframe(1).f_code in _compiled_code
+
+
+def calls_now() -> bool:
+    """Return whether the call that this thread sends just now is one of compiled code."""
+    frame = users_frame() if _running.depth > 0 else None
+    return frame is not None and frame.f_code in _compiled_code
 
 
 def run(original: Callable[..., Any], values: tuple[Any, ...]) -> Any:

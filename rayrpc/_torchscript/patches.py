@@ -12,6 +12,7 @@ import torch
 from torch.jit import _builtins, _recursive, _script
 
 import rayrpc.autograd
+from rayrpc._observe import profiler
 from rayrpc._runtime.serialization.reducers import REDUCERS, add_reducer
 from rayrpc._torchscript import archives, modules, originals, remote_modules
 from rayrpc._torchscript.compiled import CompiledFunction, CompiledMethod
@@ -78,6 +79,7 @@ def load(replace: _Replace, infers_types: bool) -> None:
     replace(RemoteModule, "__prepare_scriptable__", remote_modules.scriptable(prepare))
     for module in (torch.jit, torch._jit_internal):
         replace(module, "is_scripting", originals.is_scripting)
+    replace(profiler, "compiled_code_calls", originals.calls_now)
     # what the compiler knows by its identity
     table = _builtins._get_builtin_table()
     replace(table, id(rayrpc.autograd.backward), "aten::dist_backward")

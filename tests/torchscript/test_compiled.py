@@ -8,8 +8,13 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from conftest import run_in_threads
 from torch import Tensor
+from torch.autograd.profiler_legacy import profile as legacy_profile
 from torch.distributed.rpc import functions
 from torch.futures import Future
+from torch.profiler import ProfilerActivity, profile
+
+from rayrpc._observe.kineto import KinetoHook
+from rayrpc._observe.profiler import ProfilerHook
 
 WAIT = 60.0
 
@@ -229,6 +234,50 @@ class TestErrors:
 
         with pytest.raises(RuntimeError, match="jit pickling is only allowed inside RPC calls"):
             save(rpc.RRef(3), str(tmp_path / "rref"))
+
+
+@torch.jit.ignore
+def call_in_python(to: str, x: Tensor) -> Tensor:
+    found: Tensor = rpc.rpc_sync(to, torch.mul, (x, x))
+    return found
+
+
+class TestProfiles:
+    @pytest.fixture
+    def mixed_call(self, call, add):
+        @torch.jit.script
+        def mixed_call(to: str, x: Tensor) -> Tensor:
+            future = rpc.rpc_async(to, add, (x, x))
+            return call_in_python(to, call(to, future.wait(), 1))
+
+        return mixed_call
+
+    def check(self, names, add):
+        of_add = torch._jit_internal._qualified_name(add)
+        assert sorted(name for name in names if name.endswith("(a -> b)")) == [
+            f"rpc_async_jit#{of_add}(a -> b)",
+            f"rpc_async_jit#{of_add}(a -> b)",
+            f"rpc_sync#{of_add}(a -> b)",
+            "rpc_sync#aten::mul(a -> b)",
+        ]
+
+    def test_its_calls_have_torchs_name_for_them(self, worker_a, worker_b, add, mixed_call):
+        for node_id, worker in enumerate((worker_a, worker_b)):
+            worker.agent.hooks.append(ProfilerHook(node_id))
+        with legacy_profile() as recorded:
+            assert mixed_call("b", torch.ones(1)).item() == 16
+            rpc.rpc_sync("b", add, (torch.ones(1), torch.ones(1)))
+        names = [event.name for event in recorded.function_events]
+        self.check(names, add)
+        of_add = torch._jit_internal._qualified_name(add)
+        assert names.count(f"rpc_async_jit#{of_add}(a -> b)#remote_op: aten::add") == 2
+
+    def test_so_they_have_in_profiles_of_kineto(self, worker_a, worker_b, add, mixed_call):
+        worker_a.agent.hooks.append(KinetoHook(worker_a.agent.callee.around))
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            assert mixed_call("b", torch.ones(1)).item() == 16
+            rpc.rpc_sync("b", add, (torch.ones(1), torch.ones(1)))
+        self.check([event.name for event in recorded.events()], add)
 
 
 @torch.jit.interface

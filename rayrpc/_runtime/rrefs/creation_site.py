@@ -9,16 +9,22 @@ from types import FrameType
 
 from rayrpc._runtime.invocation import user_function
 
-__all__ = ["made_text", "users_line"]
+__all__ = ["made_text", "users_frame", "users_line"]
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
-def users_line() -> tuple[str, int] | None:
-    """Return the file and the line of the innermost function on the stack that is not rayrpc's."""
+def users_frame() -> FrameType | None:
+    """Return the innermost frame on the stack that is not rayrpc's; None: all are."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
+    return frame
+
+
+def users_line() -> tuple[str, int] | None:
+    """Return the file and the line of the innermost function on the stack that is not rayrpc's."""
+    frame = users_frame()
     return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
 
