@@ -50,6 +50,61 @@ group = rpc.start_workers(["server"], resources={"resources": {"node:10.88.0.2":
 print(*rpc.rpc_sync("server", place.of_module), flush=True)
 rpc.shutdown()
 """
+COMPILED = {
+    "parts/compiled.py": """
+import os, socket
+from typing import Tuple
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+
+@torch.jit.ignore
+def host() -> str:
+    return socket.gethostname()
+
+@torch.jit.ignore
+def end() -> int:
+    os._exit(1)
+
+@torch.jit.script
+def host_and_double(x: Tensor) -> Tuple[str, Tensor]:
+    return host(), x + x
+
+@torch.jit.script
+def end_it() -> int:
+    return end()
+
+class Remote(torch.nn.Module):
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self.rref = rpc.remote(name, torch.add, (torch.ones(2), 1))
+
+    def forward(self, x: Tensor) -> Tuple[str, Tensor]:
+        future = rpc.rpc_async(self.name, host_and_double, (x,))
+        place, doubled = future.wait()
+        return place, doubled * self.rref.to_here()
+
+    @torch.jit.export
+    def end_worker(self) -> int:
+        return rpc.rpc_sync(self.name, end_it)
+""",
+    "compiled.py": """
+import torch
+import rayrpc
+from parts.compiled import Remote
+
+rayrpc.start_workers(["server"], resources={"resources": {"node:10.88.0.2": 0.01}})
+remote = torch.jit.script(Remote("server"))
+place, value = remote(torch.ones(2))
+print(place, *value.tolist(), flush=True)
+try:
+    remote.end_worker()
+except Exception as exc:
+    print(type(exc).__name__, "'server'" in str(exc), flush=True)
+rayrpc.shutdown()
+""",
+}
 
 
 @pytest.fixture
@@ -96,6 +151,13 @@ def test_another_folder_may_be_sent(run, cluster):
 def test_workers_that_serve_have_the_modules_too(run):
     output = run("serve.py", files={**FILES, "serve.py": SERVERS})
     assert output.split() == ["host2", "False"]
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_workers_on_other_hosts(run):
+    output = run("compiled.py", files={**FILES, **COMPILED})
+    own = [line for line in output.splitlines() if "(raylet)" not in line]
+    assert own == ["host2 4.0 4.0", "WorkerDiedError True"]
 
 
 @pytest.mark.slow
