@@ -57,6 +57,9 @@ CLUSTER_CPUS = 4
 # All tests run, the slow ones too, with new random seeds, and nothing may be left at the end.
 RUNS_ALL = os.environ.get("TESTS_ALL") == "1"
 
+# Coverage is measured: processes import and trace more, and workers are not forked.
+IS_MEASURED = "COVERAGE_PROCESS_CONFIG" in os.environ
+
 KINDS = ("unit", "ray", "process")
 PROCESS_MODULES = ("subprocess", "multiprocessing", "torch.multiprocessing")
 PROCESS_STARTERS: dict[str, tuple[Any, str]] = {

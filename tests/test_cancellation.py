@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import targets
 import torch
-from conftest import ROOT, eventually, python_path, run_in_threads
+from conftest import IS_MEASURED, ROOT, eventually, python_path, run_in_threads
 from docstrings import run_example
 
 import rayrpc as rpc
@@ -149,7 +149,10 @@ def test_many_threads_cancel_calls_of_two_workers(workers, quick_switches):
     def run(to, func):
         for number in range(25):
             future = rpc.rpc_async(to, func, args=(0.004 * (number % 5), number))
-            time.sleep(0.003 * (number % 4))
+            if number % 5:
+                time.sleep(0.003 * (number % 4))
+            else:
+                future.wait()  # or, on a busy machine, all might be cancelled
             if rpc.cancel(future):
                 with pytest.raises(errors.CancelledError):
                     future.wait()
@@ -166,6 +169,7 @@ def test_many_threads_cancel_calls_of_two_workers(workers, quick_switches):
         assert [rpc.rpc_sync(name, max, args=(n, 0)) for n in range(50)] == list(range(50))
 
 
+@pytest.mark.skipif(IS_MEASURED, reason="an interrupt may be lost in coverage's own code")
 def test_functions_that_call_are_cancelled_at_any_point(workers):
     before = {name: rpc.rpc_sync(name, sys.getswitchinterval) for name in workers}
     order = random.Random(7)

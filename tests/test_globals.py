@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 MAIN = """
-import os
+import signal
 import sys
 import time
 import types
@@ -90,7 +90,7 @@ assert torch.futures.wait_all(futures) == [0, 1, 2, 3, 4]
 
 assert rpc.rpc_sync("alice", send_of_its_own, args=("bob",)) == "own"
 assert rpc.rpc_sync("bob", count_sets) == 2
-rpc.rpc_async("alice", os._exit, args=(0,))
+rpc.rpc_async("alice", signal.raise_signal, args=(signal.SIGKILL,))
 deadline = time.monotonic() + 30
 while rpc.rpc_sync("bob", count_sets) != 1:
     assert time.monotonic() < deadline

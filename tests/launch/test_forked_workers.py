@@ -5,7 +5,9 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
 import ray
+from conftest import IS_MEASURED
 
 import rayrpc as rpc
 
@@ -56,6 +58,7 @@ def test_random_numbers_differ(workers):
     assert first[0] != second[0] and first[1] != second[1]
 
 
+@pytest.mark.skipif(IS_MEASURED, reason="workers whose coverage is measured are not forked")
 def test_what_python_reads_at_its_start_gets_a_process_of_its_own(ray_cluster):
     environ = {"env_vars": {"PYTHONHASHSEED": "7"}}
     options = ray.remote(num_cpus=0)(lambda: (hash("a"), os.getppid())).options(runtime_env=environ)

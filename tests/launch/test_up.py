@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import eventually
+from conftest import IS_MEASURED, eventually
 
 RANKS = """
 import os, time
@@ -68,6 +68,7 @@ def has_torch(pid):
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
+@pytest.mark.skipif(IS_MEASURED, reason="workers whose coverage is measured are not forked")
 def test_the_workers_of_all_programs_are_forked_from_one_that_has_loaded_torch(
     start, script, environ, rayrpc_command
 ):

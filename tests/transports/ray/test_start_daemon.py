@@ -1,7 +1,7 @@
 """Ray's daemons beside JupyterLab."""
 
 import pytest
-from conftest import ROOT, python_path
+from conftest import IS_MEASURED, ROOT, python_path
 
 SLOW_PACKAGE = """
 import os, sys
@@ -37,6 +37,7 @@ ray.shutdown()
 
 
 @pytest.mark.process
+@pytest.mark.skipif(IS_MEASURED, reason="with coverage, each process imports more")
 def test_no_daemon_of_ray_imports_what_jupyterlab_brings(start, script, tmp_path):
     package = tmp_path / "packages"
     package.mkdir()
