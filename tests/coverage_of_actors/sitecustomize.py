@@ -4,17 +4,18 @@ Python imports this at its start where the folder is on PYTHONPATH (``conftest.p
 coverage is measured). Coverage itself was started just before, by its own ``.pth`` file. Large
 packages are imported without tracing, which would take longer than the import. Ray's workers end
 by a signal that no handler sees, and run calls in threads that Ray started in C++: these are
-traced here, and from the first call on the data is saved every second. Ray's other processes run
-no code of rayrpc and are not traced. Workers are not forked here: Ray starts them.
+traced here, and from the first call on the data is saved every second and at the end of each call,
+by one thread: with two of them some workers crashed. Ray's other processes run no code of rayrpc
+and are not traced. Workers are not forked here: Ray starts them.
 """
 
 import contextlib
 import functools
 import importlib.machinery
 import os
+import queue
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +47,36 @@ class _Untraced(importlib.machinery.PathFinder):
             sys.settrace(trace)
 
 
-def _save(coverage: Any) -> None:
-    # it walks through all source files, for those that did not run: the main process does so
-    coverage._post_save_work = lambda: None
-    while True:
-        time.sleep(SAVE_SECONDS)
-        with contextlib.suppress(Exception):  # the process is ending
-            coverage.save()
+class _Saver:
+    """Save what is covered: every second, and when asked."""
+
+    def __init__(self, coverage: Any) -> None:
+        self._coverage = coverage
+        self._waiting: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="coverage", daemon=True)
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def save(self) -> None:
+        """Save, and wait for it for a while."""
+        saved = threading.Event()
+        self._waiting.put(saved)
+        saved.wait(SAVE_SECONDS)
+
+    def _run(self) -> None:
+        sys.settrace(None)
+        while True:
+            waiting: list[threading.Event] = []
+            with contextlib.suppress(queue.Empty):
+                waiting.append(self._waiting.get(timeout=SAVE_SECONDS))
+            with contextlib.suppress(Exception):  # the process is ending
+                self._coverage.save()
+            for each in waiting:
+                each.set()
 
 
 def _trace_threads_of_ray(coverage: Any) -> None:
@@ -61,21 +85,23 @@ def _trace_threads_of_ray(coverage: Any) -> None:
 
     manager: Any = function_manager.FunctionActorManager
     make = manager._make_actor_method_executor
-    saver = threading.Thread(target=_save, args=(coverage,), name="coverage", daemon=True)
-    start = threading.Lock()
+    # it walks through all source files, for those that did not run: the main process does so
+    coverage._post_save_work = lambda: None
+    saver = _Saver(coverage)
 
     def make_traced(self: Any, method_name: str, method: Any) -> Callable[..., Any]:
         execute: Any = make(self, method_name, method)
-        with start:
-            if saver.ident is None:
-                saver.start()
+        saver.start()
         if threading.gettrace() is None:
             return execute
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             if sys.gettrace() is None:
                 sys.settrace(threading.gettrace())
-            return execute(*args, **kwargs)
+            try:
+                return execute(*args, **kwargs)
+            finally:
+                saver.save()
 
         vars(traced).update(vars(execute))  # what Ray notes about it
         return traced
