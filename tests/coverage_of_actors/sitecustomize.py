@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from coverage_forks import renew_locks_in_children
+from coverage_locks import renew_locks
 
 SAVE_SECONDS = 1.0
 UNTRACED = ("torch", "ray")
@@ -114,7 +114,7 @@ def _start() -> None:
     current = coverage.Coverage.current() if coverage is not None else None
     if current is not None:
         sys.meta_path.insert(0, _Untraced)
-        renew_locks_in_children()
+        renew_locks()
     scripts = [argument for argument in sys.orig_argv if argument.endswith(".py")]
     if current is not None and scripts and scripts[0].endswith("start_worker.py"):
         os.environ.pop("RAYRPC_INTERNAL_FORK_SERVER", None)  # forked, it would not be measured
