@@ -152,13 +152,19 @@ def keep(settings: Settings, seconds: float) -> tuple[bool, Path]:
         Whether it is kept only now, and the socket of its fork server.
 
     Raises:
-        ClusterError: it could not be started.
+        ClusterError: it could not be started, does not answer, or has ended meanwhile.
     """
     with noticed("the local Ray cluster to start"):
         lease, _ = _take(settings, starts=True)
     with lease:
-        path = Path(lease.getpeername()).with_suffix(FORKS)
-        return _tell(lease, f"{KEEP} {seconds:g}") == CHANGED, path
+        path = Path(lease.getpeername())
+        answer = _ask(lease, f"{KEEP} {seconds:g}\n")
+        if not answer:
+            raise ClusterError(
+                "the local Ray cluster ended while it was told to stay; try again, or see "
+                f"{path.with_suffix('.log')}"
+            )
+        return answer == CHANGED, path.with_suffix(FORKS)
 
 
 def release(settings: Settings) -> bool:
@@ -169,19 +175,38 @@ def release(settings: Settings) -> bool:
 
     Returns:
         Whether it was kept.
+
+    Raises:
+        ClusterError: it does not answer.
     """
     lease = _open_lease(local_file(settings, ".sock"))
     if lease is None:
         return False
     with lease:
-        is_ready = _answer_of(lease, START_SECONDS).startswith(READY)
-        return is_ready and _tell(lease, RELEASE) == CHANGED
+        return _ask(lease).startswith(READY) and _ask(lease, f"{RELEASE}\n") == CHANGED
 
 
-def _tell(lease: socket.socket, text: str) -> str:
-    """Tell the local cluster something; return its answer."""
-    lease.sendall(f"{text}\n".encode())
-    return _answer_of(lease, START_SECONDS)
+def _ask(lease: socket.socket, text: str = "") -> str:
+    """Tell the local cluster something; return its answer, which is empty if it has ended.
+
+    Args:
+        lease: of the cluster.
+        text: a line; empty: the cluster says by itself how its start ended.
+
+    Raises:
+        ClusterError: it does not answer.
+    """
+    path = Path(lease.getpeername())
+    try:
+        lease.sendall(text.encode())
+        return _answer_of(lease, START_SECONDS)
+    except ConnectionError:
+        return ""
+    except TimeoutError:
+        raise ClusterError(
+            f"the local Ray cluster has not answered for {START_SECONDS:g} s; see "
+            f"{path.with_suffix('.log')}, and end the process that has {path} open"
+        ) from None
 
 
 def local_file(settings: Settings, suffix: str) -> Path:

@@ -30,6 +30,7 @@ class Cluster:
     def __init__(self, path, answer="ready 1.2.3.4:5"):
         self.path = Path(path)
         self.answer = answer
+        self.is_deaf = self.ends_when_told = False
         self.told = []
         self.leases = set()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -50,8 +51,9 @@ class Cluster:
         with client, contextlib.suppress(OSError):  # the client may have ended
             if self.answer is not None:
                 client.sendall(f"{self.answer}\n".encode())
-                while text := client.recv(100):
-                    client.sendall(b"old\n" if text in self.told else b"new\n")
+                while (text := client.recv(100)) and not self.ends_when_told:
+                    if not self.is_deaf:
+                        client.sendall(b"old\n" if text in self.told else b"new\n")
                     self.told.append(text)
         self.leases.discard(client)
 
@@ -275,6 +277,22 @@ class TestKeep:
     def test_one_that_does_not_run_is_started_to_be_kept_only(self, starts):
         assert not local_lease.release(NOW) and not starts.commands
         assert local_lease.keep(NOW, 3.0)[0] and len(starts.commands) == 1
+
+    def test_one_that_does_not_answer_is_named(self, run, monkeypatch):
+        cluster = run(local_lease.local_file(NOW, ".sock"))
+        cluster.is_deaf = True
+        # above the time of the first answer on a busy machine
+        monkeypatch.setattr(local_lease, "START_SECONDS", 2.0)
+        for ask in (local_lease.release, lambda settings: local_lease.keep(settings, 1.0)):
+            with pytest.raises(ClusterError, match=r"has not answered for 2 s; see .*\.log"):
+                ask(NOW)
+
+    def test_one_that_ends_meanwhile_is_not_kept(self, run):
+        cluster = run(local_lease.local_file(NOW, ".sock"))
+        cluster.ends_when_told = True
+        assert not local_lease.release(NOW)
+        with pytest.raises(ClusterError, match=r"ended while it was told to stay; try again"):
+            local_lease.keep(NOW, 1.0)
 
     def test_one_that_could_not_start_is_not_released(self, run):
         run(local_lease.local_file(NOW, ".sock"), "failed RuntimeError: x")
