@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, Run, python_path
 
 SCRIPT = """
@@ -78,7 +77,6 @@ def client_server(address: str, folder: Path) -> Iterator[tuple[str, Run]]:
         server.close()
 
 
-@pytest.mark.slow
 def test_a_program_runs_through_ray_client(ray_cluster, tmp_path, start, script):
     path = script(SCRIPT)
     with client_server(ray_cluster, tmp_path) as (address, server):

@@ -23,10 +23,13 @@ Torch is never imported here.
 
 from __future__ import annotations
 
+import inspect
 import queue
 import random
 import threading
 import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import ray
 
@@ -36,6 +39,11 @@ from rayrpc._transports.ray.endpoint import DEFERRED, LivenessWatch, Wire, passe
 from rayrpc._transports.ray.raylet_watch import end_with_raylet
 
 __all__ = ["RELAY_GROUPS", "Relay"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Ray Client's own decorator refuses options that the server, where the relay runs, knows.
+_method: Callable[..., Callable[[F], F]] = inspect.unwrap(ray.method)
 
 # Threads by concurrency group.
 RELAY_GROUPS = {"rpc": 16, "system": 4, "poll": 4, "watch": 4, "inspect": 1}
@@ -101,7 +109,7 @@ class Relay:
     def __repr__(self) -> str:
         return f"rayrpc.Relay({self._worker})"
 
-    @ray.method(concurrency_group="rpc")
+    @_method(concurrency_group="rpc")
     def handle(self, wire: Wire) -> Wire:
         """Pass a peer's frame to the process; return its reply, or DEFERRED."""
         with self._lock:
@@ -127,7 +135,7 @@ class Relay:
         held = self._held[self._number] = _WaitingCall()
         return self._number, held
 
-    @ray.method(concurrency_group="inspect")
+    @_method(concurrency_group="inspect")
     def inspect(self, wire: Wire, seconds: float) -> Wire:
         """Pass a question about the worker to the process; return its answer.
 
@@ -142,12 +150,12 @@ class Relay:
             self._held.pop(number, None)
         return held.wire
 
-    @ray.method(concurrency_group="system", max_task_retries=-1)
+    @_method(concurrency_group="system", max_task_retries=-1)
     def deliver(self, call_id: int, wire: Wire) -> None:
         """Pass the late reply to a call of the process."""
         self._incoming.put((("reply", call_id, passed_on(wire, self._plain)), None))
 
-    @ray.method(concurrency_group="poll")
+    @_method(concurrency_group="poll")
     def exchange(
         self, number: int, arrived: list[int], results: list[tuple[int, Wire]]
     ) -> list[Item]:
@@ -180,17 +188,17 @@ class Relay:
                 break
         return taken
 
-    @ray.method(concurrency_group="poll")
+    @_method(concurrency_group="poll")
     def note_arrived(self, numbers: list[int]) -> None:
         """Forget the frames of exchanges: they have arrived."""
         self._forget(numbers)
 
-    @ray.method(concurrency_group="system")
+    @_method(concurrency_group="system")
     def give(self, results: list[tuple[int, Wire]]) -> None:
         """Take results of the process; see ``exchange``."""
         self._complete(results)
 
-    @ray.method(concurrency_group="system")
+    @_method(concurrency_group="system")
     def close(self, token: str, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the replies of held calls; end the membership."""
         deadline = Deadline(timeout)
@@ -198,7 +206,7 @@ class Relay:
             time.sleep(DRAIN_POLL_SECONDS)
         self._watch.release(token)
 
-    @ray.method(concurrency_group="watch")
+    @_method(concurrency_group="watch")
     def watch(self, token: str) -> None:
         """Block until the worker leaves; fail if it dies."""
         self._watch.wait(token)
