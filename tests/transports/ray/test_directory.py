@@ -78,11 +78,14 @@ def test_it_may_be_restarted_again_and_again():
         assert rpc.rpc_sync("alice", targets.call_on, args=("bob", targets.identity, 7)) == 7
     assert names() == {"driver", "alice", "bob"}
     # a member that has not reported yet is in no session, and must not pass a barrier alone
-    directory = rpc._get_current_rpc_agent()._directory._actor
+    agent = rpc._get_current_rpc_agent()
+    directory = agent._directory._actor
     late = [directory.sync.remote("tag", "late", 1), directory.members.remote("late")]
     assert ray.wait(late, timeout=2)[0] == []
+    me = agent.members.me
+    twin = Member("twin", "alice", -1, None, me.address, me.node, main=me.main)
     with pytest.raises(RuntimeError, match="is not unique"):
-        rpc.start_workers(["alice"])
+        RayDirectory(agent._directory._key, "rayrpc", 10.0).join(twin, 60.0)
     rpc.shutdown()
 
 
