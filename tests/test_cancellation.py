@@ -169,7 +169,7 @@ def test_many_threads_cancel_calls_of_two_workers(workers, quick_switches):
         assert [rpc.rpc_sync(name, max, args=(n, 0)) for n in range(50)] == list(range(50))
 
 
-@pytest.mark.skipif(IS_MEASURED, reason="an interrupt may be lost in coverage's own code")
+@pytest.mark.skipif(IS_MEASURED, reason="it does not end under coverage")
 def test_functions_that_call_are_cancelled_at_any_point(workers):
     before = {name: rpc.rpc_sync(name, sys.getswitchinterval) for name in workers}
     order = random.Random(7)

@@ -20,10 +20,8 @@ def test_a_call_has_a_future_that_wait_all_does_not_wait_for(worker_b):
         future = _invoke_rpc("b", torch.add, RPCExecMode.ASYNC, (torch.ones(1), 1))
         assert not api._thread_local_var.future_list
     assert future.wait().item() == 2
-    assert _invoke_rpc("b", sorted, RPCExecMode.ASYNC, ([1, 2],), {"reverse": True}).wait() == [
-        2,
-        1,
-    ]
+    future = _invoke_rpc("b", sorted, RPCExecMode.ASYNC, ([1, 2],), {"reverse": True})
+    assert future.wait() == [2, 1]
 
 
 def test_the_type_of_a_value_is_known_to_its_users(worker_b):
