@@ -2,8 +2,7 @@
 
 The unit tests run in a process without Ray, those with Ray or processes in two that have a cluster
 each. Of the latter at most five that fail run once more, each alone, in a new process with a new
-cluster: if they all pass then, so does the gate, and its last lines name them as flaky. Under
-coverage unit tests run once more, too: Python 3.11 may fail to start a thread while it traces.
+cluster: if they all pass then, so does the gate, and its last lines name them as flaky.
 
     python tests/gate.py            what a change has to pass: all tests but the slow ones
     python tests/gate.py --all      all tests, with new random seeds, and the leak check at the end
@@ -28,7 +27,6 @@ from gating.supervisor import Report, Share, run_tests, stop
 
 SLOWEST = 20
 MOST_AGAIN = 5  # failed tests that run again
-IS_MEASURED = "COVERAGE_PROCESS_CONFIG" in os.environ
 
 
 def main(arguments: list[str]) -> int:
@@ -49,8 +47,7 @@ def main(arguments: list[str]) -> int:
     def run_one(test: str) -> Report:
         return run_tests(rest, only=[test])
 
-    seconds = time.monotonic() - start
-    return conclude(units, others, None if strict else run_one, seconds, IS_MEASURED)
+    return conclude(units, others, None if strict else run_one, time.monotonic() - start)
 
 
 def run_all(arguments: list[str], which: str) -> tuple[Report, Report]:
@@ -91,20 +88,15 @@ def run_all(arguments: list[str], which: str) -> tuple[Report, Report]:
 
 
 def conclude(
-    units: Report,
-    others: Report,
-    run_one: Callable[[str], Report] | None,
-    seconds: float,
-    is_measured: bool = False,
+    units: Report, others: Report, run_one: Callable[[str], Report] | None, seconds: float
 ) -> int:
     """Give failed tests their second chance, and print what is to be known at last.
 
     Args:
-        units: the outcomes of the unit tests, which get no second chance but under coverage.
+        units: the outcomes of the unit tests, which get no second chance.
         others: the outcomes of tests with Ray or processes.
         run_one: runs one of these alone; None: they get none either.
         seconds: that the tests have taken.
-        is_measured: coverage is measured.
 
     Returns:
         The exit status.
@@ -121,11 +113,10 @@ def conclude(
     failed = units.failed + others.failed
     errors = [report.error for report in (units, others) if report.error]
     flaky: list[str] = []
-    again = failed if is_measured else others.failed
-    if len(again) > MOST_AGAIN:
+    if len(others.failed) > MOST_AGAIN:
         errors.append(f"more than {MOST_AGAIN} tests failed: none has a second chance")
-    if run_one is not None and not errors and (is_measured or not units.failed):
-        flaky = second_chance(again, run_one)
+    if run_one is not None and not (units.failed or errors):
+        flaky = second_chance(others.failed, run_one)
     failed = [test for test in failed if test not in flaky]
     for test in failed:
         print(f"FAILED {test}")

@@ -233,14 +233,6 @@ def test_a_unit_test_that_fails_gets_none(run, capsys):
     assert "once more" not in capsys.readouterr().out
 
 
-def test_under_coverage_it_gets_one(run, capsys):
-    def run_one(test):
-        return run(FAILS_ONCE, only=[test])
-
-    assert gate.conclude(run(FAILS_ONCE), Report(), run_one, 1.0, is_measured=True) == 0
-    assert "flaky: test_some.py::test_fails_once" in capsys.readouterr().out
-
-
 def test_more_than_five_failures_get_none(capsys):
     def run_one(test):
         raise AssertionError("as expected not called")
