@@ -73,11 +73,18 @@ def test_threads_end_when_idle_or_closed():
 
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["no thread is idle", "one is"])
-def test_a_task_that_is_queued_runs_whatever_point_of_its_submission_is_interrupted(is_idle):
+def test_a_task_that_is_queued_runs_whatever_point_of_its_submission_is_interrupted(
+    is_idle, monkeypatch
+):
     for strike in strikes([threads.__file__]):
         cache = ThreadCache("test", idle_seconds=1000.0 if is_idle else 0.01)
-        cache.submit(lambda: None)
-        assert eventually(lambda: cache._taken == 1 and not cache._is_watching)  # noqa: B023
+        with monkeypatch.context() as patch:
+            # else there is a second thread where the first is slow to start
+            patch.setattr(threads, "STALL_SECONDS", 60.0)
+            cache.submit(lambda: None)
+            assert eventually(lambda: cache._taken == 1)  # noqa: B023
+            cache._wake_ups.put(None)
+            assert eventually(lambda: not cache._is_watching)  # noqa: B023
         assert eventually(lambda: cache._idle == cache.size == is_idle)  # noqa: B023
         strike(lambda: cache.submit(lambda: None))  # noqa: B023
         assert eventually(lambda: not cache._tasks), f"after an interrupt at point {strike.number}"  # noqa: B023
