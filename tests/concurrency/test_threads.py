@@ -17,6 +17,22 @@ def cache():
     made.close()
 
 
+@pytest.fixture
+def start_one(monkeypatch):
+    """Have a cache start one thread, and no second one where the first is slow to start."""
+
+    def start(cache):
+        with monkeypatch.context() as patch:
+            patch.setattr(threads, "STALL_SECONDS", 60.0)
+            cache.submit(lambda: None)
+            assert eventually(lambda: cache._taken == 1)
+            cache._wake_ups.put(None)
+            assert eventually(lambda: not cache._is_watching)
+        assert eventually(lambda: cache._idle == cache.size)
+
+    return start
+
+
 def test_tasks_that_follow_one_another_share_threads(cache):
     done = threading.Semaphore(0)
     seen = set()
@@ -74,17 +90,11 @@ def test_threads_end_when_idle_or_closed():
 
 @pytest.mark.parametrize("is_idle", [False, True], ids=["no thread is idle", "one is"])
 def test_a_task_that_is_queued_runs_whatever_point_of_its_submission_is_interrupted(
-    is_idle, monkeypatch
+    is_idle, start_one
 ):
     for strike in strikes([threads.__file__]):
         cache = ThreadCache("test", idle_seconds=1000.0 if is_idle else 0.01)
-        with monkeypatch.context() as patch:
-            # else there is a second thread where the first is slow to start
-            patch.setattr(threads, "STALL_SECONDS", 60.0)
-            cache.submit(lambda: None)
-            assert eventually(lambda: cache._taken == 1)  # noqa: B023
-            cache._wake_ups.put(None)
-            assert eventually(lambda: not cache._is_watching)  # noqa: B023
+        start_one(cache)
         assert eventually(lambda: cache._idle == cache.size == is_idle)  # noqa: B023
         strike(lambda: cache.submit(lambda: None))  # noqa: B023
         assert eventually(lambda: not cache._tasks), f"after an interrupt at point {strike.number}"  # noqa: B023
@@ -129,9 +139,10 @@ class TestSingleThread:
 class TestWithoutThreads:
     """While the system starts no thread, as at a limit of processes."""
 
-    def test_a_task_waits_and_runs_when_a_thread_starts_again(self, cache, unstartable, caplog):
-        cache.submit(lambda: None)
-        assert eventually(lambda: cache._idle == 1)
+    def test_a_task_waits_and_runs_when_a_thread_starts_again(
+        self, cache, start_one, unstartable, caplog
+    ):
+        start_one(cache)
         go, went, done = threading.Event(), threading.Event(), threading.Semaphore(0)
         cache.submit(lambda: (went.set(), go.wait(60)))
         assert went.wait(60)
@@ -145,11 +156,10 @@ class TestWithoutThreads:
         assert all(done.acquire(timeout=60) for _ in range(3))  # the one thread is still busy
         go.set()
 
-    def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, unstartable):
+    def test_a_task_is_taken_by_a_thread_that_becomes_free(self, cache, start_one, unstartable):
         go, went, done = threading.Event(), threading.Event(), threading.Event()
         ran_in = []
-        cache.submit(lambda: None)
-        assert eventually(lambda: cache._idle == 1)  # else a second one may just be starting
+        start_one(cache)
         cache.submit(lambda: (ran_in.append(threading.get_ident()), went.set(), go.wait(60)))
         assert went.wait(60)
         unstartable.add("test")
