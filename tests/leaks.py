@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,7 +168,16 @@ def _new_threads(before: Snapshot, now: Snapshot) -> Iterator[str]:
         if before.threads.get(key) is thread or isinstance(thread, threading._DummyThread):
             continue
         if not _matches(thread.name, may_stay):
-            yield f"thread {thread.name}{'' if thread.daemon else ', not a daemon'}"
+            yield f"thread {thread.name}{'' if thread.daemon else ', not a daemon'}{_place(thread)}"
+
+
+def _place(thread: threading.Thread) -> str:
+    """Say where a thread is."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return ""
+    stack = itertools.islice(traceback.walk_stack(frame), 4)
+    return ", at " + " < ".join(f"{each.f_code.co_filename}:{line}" for each, line in stack)
 
 
 def _kind(descriptor: int, target: str) -> str:
