@@ -8,6 +8,7 @@ import ray
 import torch
 
 from rayrpc import errors
+from rayrpc.parallel.pickle import loads
 from rayrpc.parallel.pool import Pool
 from rayrpc.parallel.queue import SimpleQueue
 
@@ -61,6 +62,7 @@ def test_several_processes_may_put_and_get(queue):
             reader.get(60)
     got = sorted(answers.get(60) for _ in range(150))
     assert got == [(n, i) for n in range(3) for i in range(50)] and answers.empty()
+    answers.close()
 
 
 def test_a_spawned_process_may_put(queue):
@@ -79,23 +81,32 @@ def fill(queue):
     queue.get().fill_(3)
 
 
-def test_tensors_by_reference_share_memory_with_a_worker(ray_cluster):
+@pytest.fixture
+def queue_of_references(ray_cluster):
     queue = SimpleQueue()
+    yield queue
+    queue.close()
+
+
+def test_tensors_by_reference_share_memory_with_a_worker(queue_of_references):
     tensor = torch.zeros(4)
     with Pool(1, is_copy_tensor=False, share_method="cpu") as pool:
-        done = pool.apply_async(fill, (queue,))
-        queue.put(tensor)
+        done = pool.apply_async(fill, (queue_of_references,))
+        queue_of_references.put(tensor)
         done.get(60)
     assert float(tensor.sum()) == 12
 
 
-def test_memory_of_another_node_is_an_error(queue, monkeypatch):
-    queue = SimpleQueue()
-    queue.put(torch.zeros(4))
+def test_memory_of_another_node_is_an_error(queue_of_references, monkeypatch):
+    def cannot_load(data):
+        loads(data)  # else the memory stays
+        raise RuntimeError("unable to open shared memory object")
+
+    queue_of_references.put(torch.zeros(4))
     monkeypatch.setattr("rayrpc.parallel.queue._node", lambda: "another")
-    monkeypatch.setattr("rayrpc.parallel.queue.loads", lambda data: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr("rayrpc.parallel.queue.loads", cannot_load)
     with pytest.raises(errors.SerializationError, match="copy_tensor=True"):
-        queue.get()
+        queue_of_references.get()
 
 
 def test_a_ray_task_may_put(queue):
