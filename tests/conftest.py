@@ -20,6 +20,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -547,6 +548,32 @@ def run_in_threads(
     for thread in threads:
         thread.join(timeout)
     assert not failed and not any(thread.is_alive() for thread in threads)
+
+
+def keeps_variables(fail: Callable[[], object]) -> bool:
+    """Return whether the error of ``fail`` keeps its caller's variables alive once it is caught."""
+
+    class Variable:
+        pass
+
+    def call() -> None:
+        variable = Variable()
+        seen.append(weakref.ref(variable))
+        fail()
+
+    seen: list[weakref.ref[Variable]] = []
+    text = ""
+    try:
+        call()
+    except Exception as exc:
+        text = str(exc)
+    assert text, "it has not failed"
+
+    def is_gone() -> bool:
+        gc.collect()
+        return seen[0]() is None
+
+    return not eventually(is_gone, 5.0)  # a thread may be about to drop the error
 
 
 def eventually(check: Callable[[], object], timeout: float = EVENTUALLY_SECONDS) -> bool:

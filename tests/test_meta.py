@@ -68,6 +68,16 @@ def test_no_call_is_returned_under_a_lock():
     )
 
 
+def test_complete_alone_gives_futures_their_errors():
+    """Else they keep the variables of the frames that the errors passed: ``without_frames``."""
+    _assert_none(
+        f"{name}:{node.lineno}"
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "set_exception"
+    )
+
+
 def test_imports_keep_to_the_contracts():
     """The layers, no circles, and who may import Ray and torch: [tool.importlinter]."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]

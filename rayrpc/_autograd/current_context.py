@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch.futures import Future
 
 from rayrpc._autograd.context import DistAutogradContext
+from rayrpc._concurrency.outcome import attempt, complete
 from rayrpc._runtime.agent import Agent
 from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.started_call import StartedCall
@@ -70,10 +71,7 @@ class ContextFuture(Future):  # type: ignore[type-arg]
         result = ContextFuture(self._context)
 
         def run(done: Any) -> None:
-            try:
-                result.set_result(callback(done))
-            except Exception as exc:
-                result.set_exception(exc)
+            complete(result, attempt(lambda: callback(done)))
 
         self.add_done_callback(run)
         return result

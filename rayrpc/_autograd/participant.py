@@ -66,6 +66,7 @@ from rayrpc._autograd.part_calls import (
     returns_future,
 )
 from rayrpc._autograd.passes import Gradients
+from rayrpc._concurrency.outcome import Error, complete
 from rayrpc._runtime.agent import Agent
 from rayrpc.errors import RpcError, WorkerDiedError
 
@@ -320,7 +321,7 @@ class Participant:
             named = self._named(error)
             named.__cause__ = error.with_traceback(None)
             error = named
-        self.future.set_exception(error)
+        complete(self.future, Error(error))
         return self._report_due
 
     def _end(self, state: int) -> bool:

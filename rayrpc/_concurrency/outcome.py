@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
-__all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh", "text_of"]
+__all__ = ["Error", "Outcome", "Value", "attempt", "complete", "fresh", "text_of", "without_frames"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def _log_unknown(error: Error) -> None:
 def fresh(error: E) -> E:
     """Return a copy of an exception, to be raised in its place.
 
-    A raised exception refers to the frames that it passed, and thus to all their variables.  If a
-    Future keeps it, Python's garbage collector cannot see that cycle, and it is never freed.
+    A raised exception would refer to frames; see ``without_frames``.
 
     Returns:
         The copy, without a traceback; ``error`` itself if its class cannot be copied.
@@ -101,6 +100,25 @@ def fresh(error: E) -> E:
     again.__cause__ = error.__cause__
     again.__suppress_context__ = error.__suppress_context__
     return again
+
+
+def without_frames(error: E) -> E:
+    """Drop the tracebacks of an exception and of its causes, and what each was raised beside.
+
+    A raised exception refers to the frames that it passed and to their callers, and thus to all
+    their variables.  If a Future keeps it, and one of these variables is the Future, Python's
+    garbage collector cannot see that cycle, and it is never freed.
+
+    Returns:
+        ``error``.
+    """
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        each.__traceback__ = each.__context__ = None
+        each = each.__cause__
+    return error
 
 
 Outcome = Value[T] | Error
@@ -145,7 +163,7 @@ def complete(future: Any, outcome: Outcome[Any]) -> None:
         if not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {text_of(error)}")
         # as Future.set_exception does, but each wait() raises a copy of its own
-        raise_error = functools.partial(_raise_fresh, outcome, error.with_traceback(None))
+        raise_error = functools.partial(_raise_fresh, outcome, without_frames(error))
         future._set_unwrap_func(raise_error)
         future.set_result(error)
     except RuntimeError:

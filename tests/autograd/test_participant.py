@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import keeps_variables
 from graph_parts import FakeWorker, entry, received
 
 from rayrpc._autograd.context import DistAutogradContext
@@ -126,6 +127,7 @@ class TestErrors:
         with pytest.raises(RpcError, match="Error on Node 1: as expected"):
             reply.value()
         assert worker.calls == [] and worker.passes == 0 and not context.passes
+        assert not keeps_variables(reply.value)
 
     def test_are_sent_to_the_leader_if_no_reply_is_open(self, worker, context, weight):
         part = self.failing(context, weight)

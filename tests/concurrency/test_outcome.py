@@ -1,18 +1,24 @@
 """Outcomes: what their errors keep, how they are raised again, and how they complete a Future."""
 
-import gc
 import itertools
 import logging
 import threading
-import weakref
 from typing import Any
 
 import pytest
-from conftest import run_in_threads
+from conftest import keeps_variables, run_in_threads
 from torch.futures import Future
 
 from rayrpc._concurrency import outcome
-from rayrpc._concurrency.outcome import Error, Value, attempt, complete, fresh, text_of
+from rayrpc._concurrency.outcome import (
+    Error,
+    Value,
+    attempt,
+    complete,
+    fresh,
+    text_of,
+    without_frames,
+)
 
 
 class WithRequired(Exception):
@@ -115,21 +121,8 @@ class TestError:
         assert error.error.__traceback__ is None and len(set(lengths)) == 1
 
     def test_a_raised_error_keeps_no_variable_of_the_frames_that_it_passed(self):
-        class Large:
-            pass
-
         error = Error(ValueError("x"))
-
-        def use():
-            large = Large()
-            seen.append(weakref.ref(large))
-            error.unwrap()
-
-        seen = []
-        with pytest.raises(ValueError, match="x"):
-            use()
-        gc.collect()
-        assert seen[0]() is None
+        assert not keeps_variables(error.unwrap)
 
     def test_two_are_equal_whether_their_errors_are_known_or_not(self):
         error = ValueError("x")
@@ -195,6 +188,30 @@ class TestAttempt:
         assert isinstance(found, Error) and type(found.error) is kind
 
 
+class TestWithoutFrames:
+    def test_neither_an_error_nor_a_cause_has_a_traceback_or_a_context(self):
+        def fail():
+            try:
+                try:
+                    raise KeyError("beside")
+                except KeyError:
+                    raise IndexError("the cause")  # noqa: B904
+            except IndexError as exc:
+                raise ValueError("x") from exc
+
+        found = attempt(fail)
+        assert isinstance(found, Error) and without_frames(found.error) is found.error
+        cause = found.error.__cause__
+        assert isinstance(cause, IndexError) and found.error.__suppress_context__
+        for each in (found.error, cause):
+            assert each.__traceback__ is None and each.__context__ is None
+
+    def test_causes_may_be_a_circle(self):
+        first, second = ValueError(1), ValueError(2)
+        first.__cause__, second.__cause__ = second, first
+        assert without_frames(first) is first
+
+
 class TestText:
     def test_it_is_that_of_str_or_repr(self):
         assert text_of(ValueError("x")) == "x" and text_of(ValueError("x"), repr) == (
@@ -223,6 +240,21 @@ class TestComplete:
             found.append(caught.value)
         assert error.is_known and error.error.__traceback__ is None
         assert len({*map(id, found), id(error.error)}) == 4
+
+    @pytest.mark.parametrize("wait", [Future.wait, Future.value])
+    def test_no_error_keeps_variables_of_a_frame_that_has_the_future(self, wait):
+        def fail():
+            future: Future = Future()
+            complete(future, attempt(fail_with_cause))
+            wait(future)
+
+        def fail_with_cause():
+            try:
+                raise KeyError("the cause")
+            except KeyError as exc:
+                raise ValueError("x") from exc
+
+        assert not keeps_variables(fail)
 
     def test_a_callback_of_the_future_gets_the_error(self):
         future: Future = Future()

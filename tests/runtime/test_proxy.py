@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import keeps_variables
 from memory_workers import WAIT, memory_group
 from torch.futures import Future
 
@@ -106,6 +107,18 @@ class TestEachWay:
         with pytest.raises(AttributeError, match="has no attribute 'missing'"):
             value_of(way, getattr(rref, way)().missing())
 
+    @pytest.mark.parametrize(
+        "fail",
+        [
+            lambda proxy: proxy.fail(),
+            lambda proxy: proxy.missing(),
+            lambda proxy: proxy.add(threading.Lock()),
+        ],
+        ids=["its error", "missing", "cannot be sent"],
+    )
+    def test_no_error_keeps_variables_of_the_program(self, rref, way, fail):
+        assert not keeps_variables(lambda: value_of(way, fail(getattr(rref, way)())))
+
     def test_arguments_may_have_the_names_of_the_proxys_own(self, rref, way):
         method = getattr(rref, way)().func_name
         result = method(func_name="x", rref=1, timeout=2)
@@ -133,6 +146,7 @@ class TestUnknownType:
             futures[0].wait()
         with pytest.raises(AttributeError, match="missing"):
             futures[1].wait()
+        assert not any(keeps_variables(future.wait) for future in futures)
 
     def test_an_error_of_the_function_that_makes_the_value_is_one_of_each_method(self, workers):
         a, b = workers

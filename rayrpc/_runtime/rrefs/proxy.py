@@ -10,6 +10,7 @@ import torch
 from torch.futures import Future
 
 from rayrpc._concurrency.latency_profile import profiled_by_name
+from rayrpc._concurrency.outcome import Error, attempt, complete
 from rayrpc._runtime.invocation import forwards
 from rayrpc._runtime.rrefs.reference import Reference
 from rayrpc.functions import async_execution
@@ -64,7 +65,7 @@ def _call_method(proxy: RRefProxy[Any], func_name: str, /, *args: Any, **kwargs:
             return call(kind.value())
         except Exception as exc:
             failed: Any = Future()
-            failed.set_exception(exc)
+            complete(failed, Error(exc))
             return failed
     return _call_when_type_is_known(call, kind)
 
@@ -74,16 +75,13 @@ def _call_when_type_is_known(call: Callable[[type], Any], kind: Any) -> Any:
     result: Any = Future()
 
     def on_result(done: Any) -> None:
-        try:
-            result.set_result(done.value())
-        except Exception as exc:
-            result.set_exception(exc)
+        complete(result, attempt(done.value))
 
     def on_type(done: Any) -> None:
         try:
             call(done.value()).add_done_callback(on_result)
         except Exception as exc:
-            result.set_exception(exc)
+            complete(result, Error(exc))
 
     kind.add_done_callback(on_type)
     return result

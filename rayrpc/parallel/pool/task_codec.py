@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rayrpc._concurrency.outcome import without_frames
 from rayrpc._protocol.messages import PLAIN_TYPES
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc._runtime.serialization.sessions import NoRRefs
@@ -200,7 +201,7 @@ class TaskEncoder:
                 return job, index, None, encode_object((func, rest), copy_tensors=False)
             sent = rest if _is_plain(rest) else encode_object(rest, copy_tensors=True)
         except Exception as exc:
-            return job, index, (False, exc)
+            return job, index, (False, without_frames(exc))
         return job, index, self._encode_function(func), sent
 
     def _encode_function(self, func: Any) -> Any:

@@ -64,3 +64,5 @@ def test_a_task_that_cannot_be_pickled_becomes_its_failed_result(codec):
     failed, good = decoder.decode(sent)
     assert failed[:2] == (0, 0) and failed[2][0] is False
     assert good[2] is max
+    error = failed[2][1]
+    assert error.__traceback__ is None, "it would keep the variables of the pool's user"
