@@ -415,7 +415,10 @@ class TestLifetimes:
 
         assert eventually(is_as_before), (before, now)
 
-    @pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "count",
+        [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    )
     def test_round_trips_leave_no_object_and_no_rref(self, workers, count):
         round_trips(3)  # whatever the first one starts stays
         on_workers = (rpc.rpc_sync(name, settled_references) for name in ("alice", "bob"))
