@@ -48,5 +48,6 @@ def run_suite(program: Path, *arguments: str, timeout: float) -> str:
             process.kill()
             output = "(it did not end by SIGTERM)"
     if why or process.returncode != 0:
-        pytest.fail(f"{program.name}: {why}the end of its output:\n{output[-6000:]}", pytrace=False)
+        end = output[-60_000:]
+        pytest.fail(f"{program.name}: {why}the end of its output:\n{end}", pytrace=False)
     return output

@@ -42,7 +42,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Iterator, 
 from unittest import mock
 
 HERE = pathlib.Path(__file__).resolve().parent
-BRIEF = 80  # lines about a failure that are shown without --verbose
+BRIEF = 400  # lines about a failure that are shown without --verbose
 SUITES = ["GENERIC_TESTS", "TENSORPIPE_TESTS"]  # lists of ``rpc_utils``
 
 sys.path.insert(0, str(HERE))
