@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from rayrpc._concurrency.outcome import Error, Outcome, Value
+from rayrpc._concurrency.outcome import Error, Outcome, Value, without_frames
 from rayrpc._concurrency.reader import release_reader
 
 __all__ = [
@@ -92,7 +92,7 @@ class Await(Generic[W]):
                 value = callback(value)
             outcome = Value(value)
         except Exception as exc:
-            outcome = Error(exc.with_traceback(None))
+            outcome = Error(without_frames(exc))
         finally:
             _set(self, "_await_since", None)
         _set(self, "_await_outcome", outcome)

@@ -13,7 +13,7 @@ from types import CoroutineType
 from typing import Any
 
 from rayrpc._concurrency.latency_profile import SHORT_SECONDS, LatencyProfile
-from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt
+from rayrpc._concurrency.outcome import Error, Outcome, Value, attempt, without_frames
 from rayrpc._concurrency.reader import release_reader
 from rayrpc._concurrency.threads import Slots
 from rayrpc._protocol.ids import EPOCH_BITS
@@ -316,11 +316,11 @@ class Callee:
         assert entry.cell is not None
         entry.cell.made = entry.func
         if isinstance(outcome, Error):
-            # its traceback's frames would keep the function's arguments alive
+            # its frames would keep the function's arguments alive
             remote = outcome.remote or self.replies.describe(frame, outcome.error)
             name = "a function" if entry.func is None else user_function(entry.func)
             named = name and f"The call of {name} by remote on RPC worker {self._me.name!r}"
-            outcome = Error(outcome.error.with_traceback(None), remote, named)
+            outcome = Error(without_frames(outcome.error), remote, named)
         entry.cell.set(outcome)
         meta = None
         if call is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import targets
 import torch
-from conftest import eventually
+from conftest import eventually, keeps_variables
 from torch import nn
 
 import rayrpc as rpc
@@ -88,6 +88,18 @@ class TestComputing:
         assert aw.wait() == 1
         del large
         assert gone() is None
+
+    def test_an_error_keeps_no_variable_of_the_first_that_asks(self):
+        def fail():
+            try:
+                raise KeyError("the cause")
+            except KeyError as exc:
+                raise ValueError("x") from exc
+
+        aw = awaitable(fail)
+        assert not keeps_variables(aw.wait)
+        with pytest.raises(ValueError, match="x"):
+            aw.wait()
 
     def test_without_a_function_the_value_is_there(self):
         value = [1]

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 from conftest import eventually
@@ -30,6 +32,25 @@ def wait_until_released():
 
 def fail():
     raise KeyError("as expected")
+
+
+class Tracked:
+    """An argument of which each copy is known while it is alive."""
+
+    alive: "weakref.WeakSet[Tracked]" = weakref.WeakSet()
+
+    def __init__(self):
+        self.alive.add(self)
+
+    def __reduce__(self):
+        return Tracked, ()
+
+
+def fail_with_a_cause(argument):
+    try:
+        raise KeyError(type(argument).__name__)
+    except KeyError as exc:
+        raise ValueError("as expected") from exc
 
 
 def make_lock():
@@ -211,3 +232,17 @@ class TestRemote:
         values = {reply.call_id: value_of(reply) for reply in replies}
         assert values == {made.call_id: None, 99: "released"}
         assert not b.agent.callee.under_way()
+
+
+def test_an_rref_whose_function_failed_keeps_no_argument_of_it(a, b):
+    rref = a.remote(b, fail_with_a_cause, Tracked())
+    with pytest.raises(ValueError, match="as expected"):
+        rref.to_here()
+
+    def is_gone():
+        gc.collect()
+        return not Tracked.alive
+
+    assert eventually(is_gone)
+    with pytest.raises(ValueError, match="as expected"):
+        rref.to_here()
