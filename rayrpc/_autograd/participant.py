@@ -319,7 +319,7 @@ class Participant:
         self._graph.abort()
         if not isinstance(error, RpcError):
             named = self._named(error)
-            named.__cause__ = error.with_traceback(None)
+            named.__cause__ = error
             error = named
         complete(self.future, Error(error))
         return self._report_due
