@@ -123,6 +123,8 @@ class TestError:
     def test_a_raised_error_keeps_no_variable_of_the_frames_that_it_passed(self):
         error = Error(ValueError("x"))
         assert not keeps_variables(error.unwrap)
+        with pytest.raises(ValueError, match="x"):
+            error.unwrap()
 
     def test_two_are_equal_whether_their_errors_are_known_or_not(self):
         error = ValueError("x")
