@@ -112,7 +112,7 @@ def _from_source(code: Any, unit: Any) -> Callable[..., Any]:
 def _method_of_class(module_type: Any, name: str) -> Any:
     """Return a function of the Python class that a module's type was compiled from, or None."""
     store: dict[Any, list[Any]] = concrete_type_store.type_store
-    for python_class, concrete_types in store.items():
+    for python_class, concrete_types in store.copy().items():  # other threads compile, too
         if any(concrete.jit_type == module_type for concrete in concrete_types):
             stub = getattr(python_class, "_methods", {}).get(name)
             if stub is not None:
