@@ -134,7 +134,7 @@ class Members:
                 if matches(member):
                     self.add(member)
                     return member
-        names = ", ".join(sorted(m.name for m in self._by_name.values() if not m.is_guest))
+        names = ", ".join(sorted(m.name for m in self.all() if not m.is_guest))
         wanted = to.name if isinstance(to, WorkerInfo) else to
         raise RpcError(f"could not find destination {wanted}: this group has the workers {names}.")
 

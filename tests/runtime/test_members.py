@@ -182,3 +182,14 @@ def test_what_a_caller_raises_of_a_death_keeps_nothing_of_the_caller(group):
 def test_a_name_that_nobody_has_is_an_error(group):
     with pytest.raises(RpcError, match="could not find destination nobody"):
         group.members.lookup("nobody")
+
+
+def test_a_member_joins_while_the_names_of_all_are_listed(group):
+    class JoinMeanwhile(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            group.members.add(member("fourth", 3))
+            return False
+
+    group.members.add(Member("token of third", "third", 2, extra=JoinMeanwhile()))
+    with pytest.raises(RpcError, match="nobody: this group has the workers me, other, third"):
+        group.members.lookup("nobody")
