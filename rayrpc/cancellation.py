@@ -21,7 +21,8 @@ def cancel(future: Future[Any], force: bool = False) -> bool:
 
     The Future raises a ``CancelledError``.  A function that is queued does not run; a coroutine is
     cancelled; a function that runs gets an ``asyncio.CancelledError`` at its next bytecode, which
-    in a call of C code, such as ``time.sleep``, is when that returns.
+    in a call of C code, such as ``time.sleep``, is when that returns.  (Until then, in Python 3.11,
+    no thread of the worker that has a tracer or a profiler begins a function.)
 
     Args:
         future (torch.futures.Future): of ``rpc_async``; or of ``rpc_all``, which is all its calls.
