@@ -186,7 +186,7 @@ def leave_when_lost():
 
     def run():
         with pytest.raises(errors.WorkerDiedError):
-            rpc.rpc_sync("me", targets.nap, args=(300,))
+            rpc.rpc_sync("me", targets.wait_until_kept, args=("the end",), timeout=0)
         rpc.shutdown(graceful=False)
 
     threading.Thread(target=run, daemon=True).start()
@@ -195,6 +195,7 @@ def leave_when_lost():
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_hosted_worker_that_was_declared_lost_ends_unless_it_leaves(leaves):
+    targets.drop("the end")
     workers = rpc.start_workers(["carol"], me="me")
     try:
         rpc.rpc_sync("carol", end_soon)
@@ -209,6 +210,7 @@ def test_a_hosted_worker_that_was_declared_lost_ends_unless_it_leaves(leaves):
             time.sleep(3)
         assert eventually(lambda: alive(worker) == leaves, 60)
     finally:
+        targets.keep("the end", True)  # else the lost worker's call would go on here
         workers.stop()
         rpc.shutdown()
     assert eventually(lambda: not alive(worker))
