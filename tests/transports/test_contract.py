@@ -1,6 +1,7 @@
 """What every transport promises, checked on each implementation."""
 
 import functools
+import itertools
 import pickle
 import threading
 import time
@@ -256,20 +257,17 @@ def test_a_reply_may_come_later_and_out_of_order(sides):
     assert all(call.wait(WAIT_SECONDS).data == b"late%d" % i for i, call in calls.items())
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("refers", [True, False])
 @pytest.mark.parametrize("size", [100, 300_000, 3_000_000])
-def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size, refers, at_once):
+def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size):
     caller, callee = sides
-    refs = references(caller) if refers else ()
 
-    def answer(frame):
+    def answer(frame, refs, at_once):
         deferred = Deferred()
 
         def end():
             buffer = bytearray(b"r" * size)
             reply = callee.reply(frame, b"late", [pickle.PickleBuffer(buffer)])
-            reply.objects = Objects(refs) if refers else None
+            reply.objects = Objects(refs) if refs else None
             deferred.set(reply)
             buffer[:] = b"x" * size
 
@@ -279,10 +277,12 @@ def test_the_buffers_of_a_late_reply_may_change_once_it_is_set(sides, size, refe
             threading.Timer(0.05, end).start()
         return deferred
 
-    callee.answer = answer
-    for number in range(3):
-        reply = caller.transport.call(callee.member, frame(30 + number)).wait(WAIT_SECONDS)
-        assert [bytes(b) for b in reply.buffers] == [b"r" * size]
+    numbers = itertools.count(30)
+    for refs, at_once in itertools.product([(), references(caller)], [True, False]):
+        callee.answer = functools.partial(answer, refs=refs, at_once=at_once)
+        for number in itertools.islice(numbers, 3):
+            reply = caller.transport.call(callee.member, frame(number)).wait(WAIT_SECONDS)
+            assert [bytes(b) for b in reply.buffers] == [b"r" * size], (refs, at_once)
 
 
 def test_waiting_has_a_timeout_and_the_call_goes_on(sides):
@@ -317,8 +317,13 @@ def test_the_callee_may_call_back_while_it_serves(sides):
     assert caller.transport.call(callee.member, frame()).wait(WAIT_SECONDS).data == b"inner"
 
 
-def test_a_call_to_a_closed_peer_says_that_it_is_gone(sides):
+def test_a_call_to_a_closed_peer_says_that_it_is_gone(sides, monkeypatch):
     caller, callee = sides
+    if not caller.kind.startswith("memory"):
+        from rayrpc._transports.ray import transport
+
+        # of a member that was not reported as lost, it may just be starting
+        monkeypatch.setattr(transport, "ATTACH_SECONDS", 0.5)
     callee.transport.close()
     # a connection alone cannot tell whether its peer has ended or does not accept
     error = CallError if caller.kind.endswith("direct") else WorkerDiedError
