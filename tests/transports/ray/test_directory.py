@@ -195,14 +195,13 @@ def leave_when_lost():
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_hosted_worker_that_was_declared_lost_ends_unless_it_leaves(leaves):
-    targets.drop("the end")
     workers = rpc.start_workers(["carol"], me="me")
+    agent = rpc._get_current_rpc_agent()
     try:
         rpc.rpc_sync("carol", end_soon)
         if leaves:
             rpc.rpc_sync("carol", leave_when_lost)
         worker = rpc.rpc_sync("carol", targets.pid)
-        agent = rpc._get_current_rpc_agent()
         token = agent.lookup("carol").token
         ray.get(agent._directory._actor.expel.remote(token, "lost by the test"), timeout=60)
         assert eventually(lambda: "carol" not in names(), 60)
@@ -211,6 +210,8 @@ def test_a_hosted_worker_that_was_declared_lost_ends_unless_it_leaves(leaves):
         assert eventually(lambda: alive(worker) == leaves, 60)
     finally:
         targets.keep("the end", True)  # else the lost worker's call would go on here
+        has_ended = eventually(lambda: not agent.callee.active)
+        targets.drop("the end")
         workers.stop()
         rpc.shutdown()
-    assert eventually(lambda: not alive(worker))
+    assert has_ended and eventually(lambda: not alive(worker))
