@@ -24,7 +24,7 @@ SAMPLE_SECONDS = 0.3
 BUSY_CORES = 0.1
 STACKS_SECONDS = 3.0  # for all processes to write their stacks
 END_SECONDS = 10.0
-STACK_CHARACTERS = 5_000  # of one process
+STACK_CHARACTERS = 20_000  # of one process
 LOG_LINES = 15  # of one log
 LOG_CHARACTERS = 2_500
 LOGS = 10
@@ -119,7 +119,7 @@ def _stacks(folder: Path) -> Iterator[tuple[str, str]]:
             file.seek(before.get(path, 0))
             if text := file.read().strip():
                 forked = "" if int(path.name) in asked else " (or its forked children)"
-                yield f"{path.name} {_command(int(path.name))[:120]}{forked}", _middle_cut(text)
+                yield f"{path.name} {_command(int(path.name))[:120]}{forked}", _shortened(text)
 
 
 def _writes_stacks(pid: int) -> bool:
@@ -131,7 +131,10 @@ def _writes_stacks(pid: int) -> bool:
     return False
 
 
-def _middle_cut(text: str, characters: int = STACK_CHARACTERS) -> str:
+def _shortened(stacks: str, characters: int = STACK_CHARACTERS) -> str:
+    """Leave out the threads that run no Python, of which Ray has dozens, and then the middle."""
+    threads = [each for each in stacks.split("\n\n") if "<no Python frame>" not in each]
+    text = "\n\n".join(threads)
     if len(text) <= characters:
         return text
     return f"{text[: characters // 2]}\n[...]\n{text[-characters // 2 :]}"
