@@ -9,6 +9,7 @@ Nothing here knows torch, Ray or RPC.  In the order in which a call meets them:
     latency_profile   which functions are fast enough to run in the reading thread
     threads           threads on demand, and slots that limit how many functions run at a time
     notices           what a program waits for, told to an interactive user
+    frames            where other threads are, read while they run
     clocks            how the monotonic clocks of hosts differ
     waiting           ``Notifier``, ``Event``: waits that Ctrl-C ends without a trace
 

@@ -13,7 +13,7 @@ By hooks on the path of calls; no other code asks whether they are on:
 By looking at a worker while it works, or hangs (``rayrpc status``, ``rayrpc stack``):
 
 - ``report``: ``Inspector`` answers INSPECT frames with what its worker does.
-- ``stacks``: where users' code is; with ``frames``, which reads those of running threads.
+- ``stacks``: where users' code is.
 - ``waits``: the graph of who waits for whom, from the reports of a group (pure).
 - ``group_status``: the reports of a group, as text, HTML and data; ``tables`` lays them out.
 - ``rref_list``: the RRefs of a group (``rpc.rrefs``).

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+from rayrpc._concurrency.frames import frames_of_threads, local
 from rayrpc._concurrency.latency_profile import LatencyProfile
-from rayrpc._observe.frames import frames_of_threads, local
 from rayrpc._observe.rref_list import rref_report
 from rayrpc._observe.stacks import users_stack
 from rayrpc._observe.tables import duration

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rayrpc._observe.frames import frames_of_threads
+from rayrpc._concurrency.frames import frames_of_threads
 
 __all__ = ["dumped_stacks", "place_of", "python_stacks", "set_waits", "users_stack"]
 

@@ -10,7 +10,8 @@
 A function that runs gets an ``asyncio.CancelledError``, as a coroutine does, at its next bytecode.
 Python raises it wherever the thread is.  So its thread is interrupted once, and only while it is in
 users' code: calls of this package that it waits for end by being cancelled.  What is raised late is
-taken back before the thread goes on (``interruptible``).
+taken back before the thread goes on (``interruptible``).  In a finalizer, or a callback of the
+garbage collector, Python ignores an exception: then the thread is interrupted again.
 
     QUEUED ── cancel ──> does not run          RUNNING ── cancel ──> INTERRUPTED ──> replies
 """
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
+from rayrpc._concurrency.frames import collection_paused
 from rayrpc._protocol.membership import Member
 from rayrpc._runtime.caller import Caller
 from rayrpc._runtime.current_call import current_call
@@ -53,6 +55,8 @@ CHECKS = 1000
 
 # held while a thread is interrupted: none must be after its function has ended
 _interrupting = threading.Lock()
+# by interrupted thread: whether Python has ignored the interrupt
+_ignored: dict[int, bool] = {}
 
 
 class Cancelled(NamedTuple):
@@ -164,26 +168,53 @@ class Cancelling:
     def _end(self, call: ServedCall, calls: Callable[[], list[ServedCall]]) -> None:
         """End a call that runs."""
         seconds = FIRST_SECONDS
+        is_interrupted = False
         while True:
             time.sleep(seconds)
+            seconds = min(2 * seconds, MOST_SECONDS)
             if call not in calls():
                 return
+            if is_interrupted and call.thread and not _ignored.get(call.thread):
+                continue
             stop = call.stop
             if stop is not None:
                 stop()  # first: else the coroutine gets the errors of its calls
             self._cancel_calls_of(call)
-            if stop is not None or not call.thread or _interrupt(call):
+            if stop is not None or not call.thread:
                 return
-            seconds = min(2 * seconds, MOST_SECONDS)
+            is_interrupted = _interrupt(call)
 
 
 def _interrupt(call: ServedCall) -> bool:
     """Interrupt the function of a call; return False if its thread cannot be interrupted now."""
     with _interrupting:
-        if not call.thread or not is_in_function(sys._current_frames().get(call.thread)):
+        with collection_paused():
+            frame = sys._current_frames().get(call.thread)
+            can_be = bool(call.thread) and is_in_function(frame)
+            del frame
+        if not can_be:
             return False
+        _note_ignored()
+        _ignored[call.thread] = False
         _set_exception(call.thread, asyncio.CancelledError)
         return True
+
+
+def _note_ignored() -> None:
+    """Have Python note the interrupts that it ignores, instead of printing them."""
+    report: Any = sys.unraisablehook
+    if getattr(report, "_notes_interrupts", False):
+        return
+
+    def note(unraisable: Any) -> None:
+        thread = threading.get_ident()
+        if thread in _ignored and unraisable.exc_type is asyncio.CancelledError:
+            _ignored[thread] = True
+        elif unraisable.exc_type is not _TakenBack:
+            report(unraisable)
+
+    note._notes_interrupts = True  # type: ignore[attr-defined]
+    sys.unraisablehook = note
 
 
 def _set_exception(thread: int, kind: type[BaseException]) -> None:
@@ -212,6 +243,7 @@ def interruptible(call: ServedCall, run: Callable[..., _T], *args: Any) -> _T:
             call.thread = 0
             if call.is_cancelled:
                 _take_back(thread)
+                _ignored.pop(thread, None)
     finally:  # a second one, as an interrupt may end the first
         current_call.reset(token)
 

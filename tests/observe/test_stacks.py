@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
+from rayrpc._concurrency.frames import frames_of_threads
 from rayrpc._concurrency.threads import ThreadCache
-from rayrpc._observe.frames import frames_of_threads
 from rayrpc._observe.stacks import dumped_stacks, place_of, python_stacks, set_waits, users_stack
 
 WAIT_SECONDS = 60.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,39 @@ from rayrpc.functions import async_execution
 from rayrpc.futures import Future
 
 WAIT = 60.0
+# Threads that start, and finalizers that let them run, while another one's frames are read.
+COLLECTIONS = """
+import gc, os, sys, threading, time
+from rayrpc._runtime import cancelling
+from rayrpc._runtime.served_call import ServedCall
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0)
+
+def start_threads():
+    while True:
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+def leave_garbage():
+    while True:
+        Cycle()
+        time.sleep(0)
+
+sys.setswitchinterval(1e-6)
+gc.set_threshold(3, 1, 100_000)
+for target in (start_threads, start_threads, leave_garbage):
+    threading.Thread(target=target, daemon=True).start()
+call = ServedCall(0, 0, thread=threading.get_ident())
+for _ in range(1000):
+    assert not cancelling._interrupt(call)
+print("looked", flush=True)
+os._exit(0)  # the threads never end
+"""
 
 log: list[Any] = []
 go = threading.Event()
@@ -60,6 +94,21 @@ def spin():
         log.append("ended")
 
 
+class Endless:
+    """Its finalizer runs until it is interrupted, which Python ignores there."""
+
+    def __del__(self):
+        log.append("finalizer")
+        while not go.is_set():
+            pass
+
+
+def drop_and_spin():
+    Endless()
+    log.append("dropped")
+    return spin()
+
+
 def note(what):
     log.append(what)
     return what
@@ -99,6 +148,40 @@ def test_a_function_that_runs_is_interrupted(pair):
     assert eventually(lambda: log == ["begun", asyncio.CancelledError, "ended"])
     assert not cancel(a, future)
     assert is_idle(a, b) and a.sync(b, max, 1, 2) == 2
+
+
+def test_a_function_is_interrupted_again_if_a_finalizer_loses_the_interrupt(pair, capfd):
+    a, b = pair
+    future = a.future(b, drop_and_spin)
+    assert eventually(lambda: log == ["finalizer"])
+    assert cancel(a, future)
+    assert eventually(lambda: log[-1] == "ended")
+    assert log == ["finalizer", "dropped", "begun", asyncio.CancelledError, "ended"]
+    assert is_idle(a, b)
+    assert "ignored" not in capfd.readouterr().err
+
+
+def test_other_errors_of_finalizers_are_reported_as_before(pair, monkeypatch):
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    a, b = pair
+    for _ in range(2):
+        future = a.future(b, spin)
+        assert eventually(lambda: log == ["begun"])
+        assert cancel(a, future)
+        assert eventually(lambda: log[-1] == "ended") and is_idle(a, b)
+        log.clear()
+
+    class Fails:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    Fails(KeyError("x"))
+    Fails(asyncio.CancelledError())
+    assert [each.exc_type for each in reported] == [KeyError, asyncio.CancelledError]
 
 
 def test_a_queued_call_does_not_run(pair):
@@ -281,6 +364,11 @@ def _has_parent():
     from rayrpc._runtime.current_call import current_call
 
     return current_call.get() is not None
+
+
+def test_whether_a_thread_may_be_interrupted_is_found_while_threads_start():
+    done = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"looked\n"), done.stderr.decode()[-2000:]
 
 
 def test_a_thread_may_be_traced_after_cancellations(pair):

@@ -4,13 +4,13 @@ import subprocess
 import sys
 import threading
 
-from rayrpc._observe.frames import frames_of_threads, local
+from rayrpc._concurrency.frames import frames_of_threads, local
 
 # Finalizers that let other threads run, each time Python collects garbage, which is all the time;
 # threads whose functions return all the time, with another call at the same place of the stack.
 WALK = """
 import gc, os, sys, threading, time
-from rayrpc._observe.frames import frames_of_threads, local
+from rayrpc._concurrency.frames import frames_of_threads, local
 
 class Cycle:
     def __init__(self):
