@@ -188,15 +188,13 @@ class Cancelling:
 def _interrupt(call: ServedCall) -> bool:
     """Interrupt the function of a call; return False if its thread cannot be interrupted now."""
     with _interrupting:
+        thread = call.thread
         with collection_paused():
-            frame = sys._current_frames().get(call.thread)
-            can_be = bool(call.thread) and is_in_function(frame)
-            del frame
-        if not can_be:
-            return False
+            if not thread or not is_in_function(sys._current_frames().get(thread)):
+                return False
         _note_ignored()
-        _ignored[call.thread] = False
-        _set_exception(call.thread, asyncio.CancelledError)
+        _ignored[thread] = False
+        _set_exception(thread, asyncio.CancelledError)
         return True
 
 

@@ -4,19 +4,13 @@ import subprocess
 import sys
 import threading
 
+from collecting import PROGRAM
+
 from rayrpc._concurrency.frames import frames_of_threads, local
 
-# Finalizers that let other threads run, each time Python collects garbage, which is all the time;
-# threads whose functions return all the time, with another call at the same place of the stack.
+# Threads whose functions return all the time, with another call at the same place of the stack.
 WALK = """
-import gc, os, sys, threading, time
 from rayrpc._concurrency.frames import frames_of_threads, local
-
-class Cycle:
-    def __init__(self):
-        self.me = self
-    def __del__(self):
-        time.sleep(0)
 
 def descend(n):
     return descend(n - 1) if n else 0
@@ -26,15 +20,7 @@ def return_all_the_time():
         descend(20)
         sorted([3, 1, 2], key=lambda each: descend(2))
 
-def leave_garbage():
-    while True:
-        Cycle()
-        time.sleep(0)
-
-sys.setswitchinterval(1e-6)
-gc.set_threshold(3, 1, 100_000)
-for target in (return_all_the_time, return_all_the_time, leave_garbage):
-    threading.Thread(target=target, daemon=True).start()
+start(return_all_the_time, return_all_the_time)
 deadline = time.monotonic() + 60
 for _ in range(WALKS):
     for frames in frames_of_threads().values():
@@ -48,7 +34,7 @@ os._exit(0)  # the threads never end
 
 
 def test_threads_that_return_are_walked_while_garbage_is_collected():
-    code = WALK.replace("WALKS", "2000")
+    code = PROGRAM + WALK.replace("WALKS", "2000")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"walked\n"), done.stderr.decode()[-2000:]
 

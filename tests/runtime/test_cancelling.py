@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from collecting import PROGRAM
 from conftest import eventually, in_thread
 from memory_workers import memory_group
 
@@ -19,17 +20,10 @@ from rayrpc.functions import async_execution
 from rayrpc.futures import Future
 
 WAIT = 60.0
-# Threads that start, and finalizers that let them run, while another one's frames are read.
-COLLECTIONS = """
-import gc, os, sys, threading, time
+# Threads start while another one's frames are read.
+LOOK = """
 from rayrpc._runtime import cancelling
 from rayrpc._runtime.served_call import ServedCall
-
-class Cycle:
-    def __init__(self):
-        self.me = self
-    def __del__(self):
-        time.sleep(0)
 
 def start_threads():
     while True:
@@ -37,15 +31,7 @@ def start_threads():
         thread.start()
         thread.join()
 
-def leave_garbage():
-    while True:
-        Cycle()
-        time.sleep(0)
-
-sys.setswitchinterval(1e-6)
-gc.set_threshold(3, 1, 100_000)
-for target in (start_threads, start_threads, leave_garbage):
-    threading.Thread(target=target, daemon=True).start()
+start(start_threads, start_threads)
 call = ServedCall(0, 0, thread=threading.get_ident())
 for _ in range(1000):
     assert not cancelling._interrupt(call)
@@ -367,7 +353,8 @@ def _has_parent():
 
 
 def test_whether_a_thread_may_be_interrupted_is_found_while_threads_start():
-    done = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, timeout=120)
+    code = PROGRAM + LOOK
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"looked\n"), done.stderr.decode()[-2000:]
 
 
