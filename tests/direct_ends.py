@@ -50,7 +50,8 @@ class Callee:
         self.watchdog = ReaderWatchdog()
         self.server = DirectServer(token, listen("127.0.0.1"), self.threads, self.watchdog)
         self.answer = lambda frame: frame.data
-        self.server.start(SECRET, self.serve, lambda connection: None)
+        self.on_connected = lambda connection: None
+        self.server.start(SECRET, self.serve, lambda connection: self.on_connected(connection))
 
     def serve(self, frame, may_block=True):
         data = self.answer(frame)
