@@ -366,6 +366,16 @@ def worker_b(worker_a: Any, start_in_memory: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
+def callee() -> Iterator[Any]:
+    """A callee in this process, to whose server tests connect; see ``direct_ends``."""
+    from direct_ends import Callee
+
+    callee = Callee()
+    yield callee
+    callee.close()
+
+
+@pytest.fixture
 def unstartable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Beginnings of the names of threads that the system does not start; none yet."""
     beginnings: set[str] = set()

@@ -17,7 +17,7 @@ from rayrpc._transports.direct.auth import CHALLENGE_SIZE, ClientHandshake
 from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.listening import listen
 from rayrpc._transports.direct.server import DirectServer
-from rayrpc._transports.direct.wire import prepare
+from rayrpc._transports.direct.wire import message_parts, prepare
 from rayrpc._transports.expected_replies import ExpectedReplies
 from rayrpc.errors import CallLostError
 
@@ -31,6 +31,7 @@ __all__ = [
     "dial",
     "end",
     "frame",
+    "send_call",
 ]
 
 SECRET = b"s" * 32
@@ -134,3 +135,8 @@ def authenticate(connection, secret=SECRET, to=TOKEN, is_bulk=False, pair=0):
         assert data, "refused"
         challenge += data
     connection.sendall(handshake.receive(challenge))
+
+
+def send_call(connection):
+    """Send a call of a few bytes on an authenticated connection."""
+    connection.sendall(message_parts(1, frame(1, b"x").pack(), [])[0])

@@ -7,21 +7,13 @@ import time
 
 import pytest
 from conftest import eventually
-from direct_ends import WAIT_SECONDS, Callee, authenticate, dial, frame
+from direct_ends import WAIT_SECONDS, authenticate, dial, send_call
 from limits import no_descriptors
 
 from rayrpc._transports.direct import acceptor as acceptor_module
 from rayrpc._transports.direct import server as server_module
 from rayrpc._transports.direct.auth import ServerHandshake
 from rayrpc._transports.direct.server_connection import ServerConnection
-from rayrpc._transports.direct.wire import message_parts
-
-
-@pytest.fixture
-def callee():
-    callee = Callee()
-    yield callee
-    callee.close()
 
 
 def fail_once(original):
@@ -45,7 +37,7 @@ def log(caplog):
 def tcp_call(callee, connection=None):
     with connection or dial(callee.server, socket.AF_INET) as connection:
         authenticate(connection)
-        connection.sendall(message_parts(1, frame(1, b"x").pack(), [])[0])
+        send_call(connection)
         assert connection.recv(1) != b""
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import eventually
-from direct_ends import TOKEN, WAIT_SECONDS, Callee, Owner, dial, frame
+from direct_ends import TOKEN, WAIT_SECONDS, Owner, dial, frame
 from interrupting import strikes
 from launching import thread_states
 
@@ -39,13 +39,6 @@ from rayrpc._transports.direct.connection import CallerConnection
 from rayrpc._transports.direct.message_reader import MessageReader
 from rayrpc._transports.direct.wire import message_parts
 from rayrpc.errors import CallError, CallLostError
-
-
-@pytest.fixture
-def callee():
-    callee = Callee()
-    yield callee
-    callee.close()
 
 
 @pytest.fixture(params=["unix", "tcp"])

@@ -10,7 +10,7 @@ import zlib
 from typing import Any
 
 import pytest
-from direct_ends import WAIT_SECONDS, Callee, Owner, authenticate, dial, frame
+from direct_ends import WAIT_SECONDS, Owner, authenticate, dial, frame
 
 from rayrpc._concurrency.reader import ReaderWatchdog
 from rayrpc._concurrency.threads import ThreadCache
@@ -283,13 +283,6 @@ class TestSharedMemory:
             stream.read()
         stream.close()
         near.close()
-
-
-@pytest.fixture
-def callee():
-    callee = Callee()
-    yield callee
-    callee.close()
 
 
 class TestBothSides:
