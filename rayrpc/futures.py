@@ -11,9 +11,9 @@ state, and lets Ctrl-C interrupt ``wait``.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
-import queue
 import reprlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
@@ -24,7 +24,7 @@ from torch.futures import Future, collect_all
 
 from rayrpc._concurrency.deadlines import Deadline
 from rayrpc._concurrency.reader import release_reader
-from rayrpc._concurrency.waiting import Event
+from rayrpc._concurrency.waiting import Event, Notifier, wait_for_lock
 
 __all__ = ["Future", "as_completed", "collect_all", "wait_all"]
 
@@ -119,15 +119,20 @@ class as_completed(Generic[T]):
         self._timeout = timeout
 
     def __iter__(self) -> Iterator[Future[T]]:
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._on_each_done(done.put)
+        done: collections.deque[Any] = collections.deque()
+        changed = Notifier()
+
+        def add(future: Any) -> None:
+            done.append(future)
+            changed.notify()
+
+        self._on_each_done(add)
         release_reader()
         deadline = Deadline(self._timeout)
         for count in range(len(self._futures)):
-            try:
-                yield done.get(timeout=deadline.remaining())
-            except queue.Empty:
-                raise self._timed_out(count) from None
+            if not changed.wait_until(lambda: len(done), deadline.remaining()):
+                raise self._timed_out(count)
+            yield done.popleft()
 
     async def __aiter__(self) -> AsyncIterator[Future[T]]:
         loop = asyncio.get_running_loop()
@@ -224,7 +229,7 @@ def _interruptible(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
             self.add_done_callback(lambda _: done.release())
             release_reader()
             if not self.done():  # else torch may have swallowed an interrupt of the callback
-                done.acquire()
+                wait_for_lock(done)
         return wait(self)
 
     return wait_until_done

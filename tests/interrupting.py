@@ -1,16 +1,20 @@
-"""Ctrl-C at each point of a function, one after the other."""
+"""Ctrl-C: at each point of a function, one after the other, and where it wakes no thread."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any
 
+import pytest
 from simulation.scheduler import signal_points
 
-__all__ = ["Strike", "interrupted", "strikes"]
+__all__ = ["Strike", "interrupted", "interrupts_wait", "strikes"]
 
 
 def interrupted(
@@ -72,6 +76,31 @@ class Strike:
 
     def __call__(self, function: Callable[[], object]) -> None:
         self.missed = not interrupted(function, *self._where)
+
+
+@contextlib.contextmanager
+def interrupts_wait(end: Callable[[], object]) -> Iterator[None]:
+    """Send SIGINT to another thread while the main thread waits, and expect that to be ended.
+
+    Python notes the signal, and no system call of the main thread ends: as if it had arrived just
+    before the wait.
+
+    Args:
+        end: ends the wait of a test that fails.
+    """
+    ended = []
+    timers = [
+        threading.Timer(60, lambda: ended.append(end())),
+        threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        for timer in timers:
+            timer.start()
+        yield
+    for timer in timers:
+        timer.cancel()
+        timer.join()
+    assert not ended
 
 
 def strikes(

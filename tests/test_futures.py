@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import threading
 from typing import Any
 
 import pytest
 import targets
 import torch
-from interrupting import interrupted
+from interrupting import interrupted, interrupts_wait
 
 import rayrpc as rpc
 from rayrpc import futures
@@ -83,20 +81,19 @@ def test_of_two_errors_the_earlier_is_raised():
 def test_an_interrupt_ends_a_wait_in_the_main_thread(make):
     futures.extend_futures()
     future = make()
-    timers = [
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)),
-        threading.Timer(4 * WAIT, future.set_result, (1,)),  # ends a test that fails
-    ]
-    for timer in timers:
-        timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupts_wait(lambda: future.set_result(1)):
         future.wait()
-    for timer in timers:
-        timer.cancel()
-        timer.join()
     assert not future.done()
     threading.Timer(0.1, future.set_result, (2,)).start()
     assert future.wait() == 2
+
+
+@pytest.mark.parametrize("wait", [wait_all, lambda futures: next(iter(rpc.as_completed(futures)))])
+def test_an_interrupt_ends_a_wait_for_several_in_the_main_thread(wait):
+    future = Future()
+    with interrupts_wait(lambda: future.set_result(1)):
+        wait([future])
+    assert not future.done()
 
 
 class DoneMeanwhile(Future):

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from rayrpc._concurrency.waiting import wait_for_lock
+
 __all__ = ["OneShot", "PENDING", "Promise"]
 
 logger = logging.getLogger(__name__)
@@ -130,9 +132,7 @@ class OneShot(Generic[T]):
                     done.release()
 
             self._add_callback(wake)
-            if not done.acquire(
-                timeout=-1 if timeout is None else max(0.0, timeout)
-            ) and self._remove_callback(wake):
+            if not wait_for_lock(done, timeout) and self._remove_callback(wake):
                 raise TimeoutError
         return self._value
 

@@ -4,6 +4,10 @@
 it, as Ctrl-C does in a program's main thread, their lock may stay held for ever, or a ``with`` may
 release a lock that is not held.  Here a thread waits for a lock of its own, which is C code, and
 holds no other one meanwhile.
+
+Python runs a signal's handler in the main thread, between two steps of its code.  A signal that
+arrives after the last check before the thread blocks, or that the kernel gives to another thread,
+does not end the wait: so the main thread waits in short steps.
 """
 
 from __future__ import annotations
@@ -13,12 +17,40 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["Event", "MAX_WAIT_SECONDS", "Notifier"]
+__all__ = ["Event", "MAX_WAIT_SECONDS", "Notifier", "wait_for_lock"]
 
 T = TypeVar("T")
 
 # Locks refuse to wait longer.
 MAX_WAIT_SECONDS = min(threading.TIMEOUT_MAX, 1e9)
+# of the main thread; so late a signal is handled at most
+STEP_SECONDS = 1.0
+
+
+def wait_for_lock(lock: Any, timeout: float | None = None) -> bool:
+    """Acquire a lock that another thread is to release; in the main thread, handle signals.
+
+    Args:
+        lock: of ``threading``.
+        timeout: in seconds; None: none.
+
+    Returns:
+        False if it was not released in time.
+    """
+    if timeout is not None and timeout <= STEP_SECONDS:
+        return lock.acquire(timeout=max(0.0, timeout))  # type: ignore[no-any-return]
+    if lock.acquire(timeout=STEP_SECONDS):
+        return True
+    left = MAX_WAIT_SECONDS
+    if timeout is not None:
+        left = min(timeout - STEP_SECONDS, left)
+    if threading.get_ident() == threading.main_thread().ident:
+        end = time.monotonic() + left
+        while left > STEP_SECONDS:
+            if lock.acquire(timeout=STEP_SECONDS):
+                return True
+            left = end - time.monotonic()
+    return lock.acquire(timeout=max(0.0, left))  # type: ignore[no-any-return]
 
 
 class Notifier:
@@ -51,12 +83,10 @@ class Notifier:
         try:
             self._waiters.append(waiter)
             while not (result := ready()):
-                seconds = -1.0
-                if end is not None:
-                    seconds = min(end - time.monotonic(), MAX_WAIT_SECONDS)
-                    if seconds <= 0:
-                        break
-                waiter.acquire(timeout=seconds)
+                seconds = None if end is None else end - time.monotonic()
+                if seconds is not None and seconds <= 0:
+                    break
+                wait_for_lock(waiter, seconds)
         finally:
             if waiter in self._waiters:  # else it was interrupted before
                 self._waiters.remove(waiter)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from rayrpc._concurrency.outcome import Error, Outcome, Value, without_frames
 from rayrpc._concurrency.reader import release_reader
+from rayrpc._concurrency.waiting import wait_for_lock
 
 __all__ = [
     "Await",
@@ -67,7 +68,7 @@ class Await(Generic[W]):
             lock = self._await_lock
             if not lock.acquire(blocking=False):  # another thread computes it
                 release_reader()
-                lock.acquire()
+                wait_for_lock(lock)
             try:
                 outcome = self._await_outcome or self._await_compute()
             finally:

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from interrupting import interrupts_wait
 
 from rayrpc._concurrency.promise import Promise
 
@@ -31,6 +32,15 @@ def test_an_interrupt_in_a_callback_is_raised_when_all_were_called():
         promise.set(3)
     assert seen == [3]
     assert promise.value == 3
+
+
+@pytest.mark.parametrize("timeout", [None, 600.0])
+def test_a_signal_just_before_a_wait_ends_it(timeout):
+    promise = Promise()
+    with interrupts_wait(lambda: promise.set(1)):
+        promise.wait(timeout)
+    promise.set(2)
+    assert promise.wait(timeout) == 2
 
 
 def test_what_an_interrupt_has_left_is_done_again():

@@ -6,11 +6,11 @@ import time
 
 import pytest
 from conftest import eventually
-from interrupting import strikes
+from interrupting import interrupts_wait, strikes
 from simulation.separately import in_virtual_time
 
 from rayrpc._concurrency import waiting
-from rayrpc._concurrency.waiting import Event, Notifier
+from rayrpc._concurrency.waiting import STEP_SECONDS, Event, Notifier, wait_for_lock
 
 
 @in_virtual_time()
@@ -101,6 +101,43 @@ def test_an_interrupt_at_any_point_of_a_wait_leaves_nothing():
     assert strike.number > 10
 
 
+@pytest.mark.parametrize("timeout", [None, 1e12, 3 * STEP_SECONDS, STEP_SECONDS])
+@in_virtual_time()
+def test_a_lock_is_acquired_when_it_is_released(timeout):
+    lock = threading.Lock()
+    assert wait_for_lock(lock, timeout)
+    threading.Timer(2.5 * STEP_SECONDS, lock.release).start()
+    assert wait_for_lock(lock, timeout) == (timeout != STEP_SECONDS)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("timeout", [-1.0, 0.0, 0.5, 1.0, 1.5, 7.25])
+@in_virtual_time()
+def test_a_lock_is_waited_for_until_the_timeout_ends(timeout, in_thread):
+    lock = threading.Lock()
+    lock.acquire()
+    acquired = []
+    start = time.monotonic()
+    if in_thread:
+        waiter = threading.Thread(target=lambda: acquired.append(wait_for_lock(lock, timeout)))
+        waiter.start()
+        waiter.join()
+    else:
+        acquired.append(wait_for_lock(lock, timeout))
+    assert acquired == [False]
+    seconds = max(0.0, timeout)
+    assert seconds <= time.monotonic() - start < seconds + 0.1
+
+
+@pytest.mark.parametrize("timeout", [None, 600.0])
+def test_a_signal_just_before_a_wait_for_a_lock_ends_it(timeout):
+    lock = threading.Lock()
+    lock.acquire()
+    with interrupts_wait(lock.release):
+        wait_for_lock(lock, timeout)
+    assert lock.locked()
+
+
 class TestEvent:
     def test_it_is_set_until_it_is_cleared(self):
         event = Event()
@@ -109,6 +146,13 @@ class TestEvent:
         assert event.is_set() and event.wait() and event.wait(0)
         event.clear()
         assert not event.is_set() and not event.wait(0.001)
+
+    @pytest.mark.parametrize("timeout", [None, 600.0])
+    def test_a_signal_just_before_a_wait_ends_it(self, timeout):
+        event = Event()
+        with interrupts_wait(event.set):
+            event.wait(timeout)
+        assert event._changed._waiters == []
 
     def test_all_that_wait_for_it_go_on(self):
         event, went = Event(), threading.Semaphore(0)

@@ -11,6 +11,7 @@ import pytest
 import targets
 import torch
 from conftest import eventually, keeps_variables
+from interrupting import interrupts_wait
 from torch import nn
 
 import rayrpc as rpc
@@ -72,6 +73,18 @@ class TestComputing:
         for thread in threads:
             thread.join(WAIT)
         assert len(got) == 3 and len(set(map(id, got))) == 1
+
+    def test_a_signal_ends_the_wait_for_another_thread(self):
+        gate, entered = threading.Event(), threading.Event()
+        aw = awaitable(lambda: entered.set() or gate.wait(2 * WAIT))
+        thread = threading.Thread(target=aw.wait)
+        thread.start()
+        assert entered.wait(WAIT)
+        with interrupts_wait(gate.set):
+            aw.wait()
+        gate.set()
+        thread.join(WAIT)
+        assert aw.wait() is True
 
     def test_one_that_asks_for_itself_says_so(self):
         aw = awaitable(lambda: aw + 1)
