@@ -14,6 +14,7 @@ import io
 import pickle
 import sys
 import threading
+import types
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,6 +57,8 @@ NOT_ON_CALLEE = (
 
 # Bytes of a pickle beside its buffers: with its header, less than 4 GiB.
 MAX_PICKLE = (1 << 32) - (1 << 24)
+# Modules that go by value wherever the receiver has another one.
+_MAINS = frozenset({"__main__", "__mp_main__"})
 
 
 class _ByReference(pickle.Pickler):
@@ -91,10 +94,36 @@ _PICKLERS: dict[tuple[bool, bool], Any] = {
 }
 
 
-def _names_registered(data: bytes) -> bool:
-    """Tell whether a pickle may name a module whose functions the user wants to go by value."""
+def _has_to_go_by_value(data: bytes, shares_main: bool) -> bool:
+    """Tell whether a pickle by reference may name what the receiver does not have, or not so.
+
+    Args:
+        data: the pickle.
+        shares_main: the receiver's ``__main__`` is the same program as ours.
+    """
+    if not shares_main and (b"__main__" in data or b"__mp_main__" in data):
+        return True
     names = _PICKLE_BY_VALUE_MODULES  # of ``cloudpickle.register_pickle_by_value``; mostly empty
-    return any(name.encode() in data for name in names if name not in ("__main__", "__mp_main__"))
+    return not names <= _MAINS and any(name.encode() in data for name in names - _MAINS)
+
+
+def _dump_plain(invocation: Invocation) -> bytes | None:
+    """Return the pickle of a call of a Python function with plain arguments, by reference.
+
+    Returns:
+        None: it is another call, too large, or of a function that cannot be found by its name.
+    """
+    func, args, kwargs = call = tuple(invocation)
+    if type(func) is not types.FunctionType or type(args) is not tuple or type(kwargs) is not dict:
+        return None
+    are_plain = PLAIN_TYPES.issuperset
+    if not are_plain(map(type, args)) or (kwargs and not are_plain(map(type, kwargs.values()))):
+        return None
+    try:
+        data = pickle.dumps(call, 5)
+    except (pickle.PicklingError, AttributeError):
+        return None
+    return data if len(data) <= MAX_PICKLE else None
 
 
 class Codec:
@@ -138,9 +167,7 @@ class Codec:
             payload = self._dump(obj, to, devices, lends, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
             return self._by_value(obj, to, exc, devices, lends)
-        data = payload.data
-        names_main = not shares_main and (b"__main__" in data or b"__mp_main__" in data)
-        if names_main or _names_registered(data):
+        if _has_to_go_by_value(payload.data, shares_main):
             for fork in payload.forks:
                 self._sharer.unshare(fork)
             return self._by_value(obj, to, None, devices, lends)
@@ -163,14 +190,17 @@ class Codec:
             to, shares_main, devices: as for ``encode``.
             at_hand: returns the value of an object if that is to be sent instead of the reference.
         """
+        data = _dump_plain(invocation)
+        if data is not None and not _has_to_go_by_value(data, shares_main):
+            return Payload(data, [])
+        payload = self.encode(tuple(invocation), to, shares_main, devices, lends=True)
+        if payload.objects is None:
+            return payload
 
         def change(argument: Any) -> Any:
             found = at_hand(argument) if type(argument) in object_types else None
             return _by_reference(argument) if found is None else found.value
 
-        payload = self.encode(tuple(invocation), to, shares_main, devices, lends=True)
-        if payload.objects is None:
-            return payload
         changed = tuple(invocation.map(change))
         try:
             return self.encode(changed, to, shares_main, devices, lends=True)

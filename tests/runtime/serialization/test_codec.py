@@ -5,12 +5,14 @@ import sys
 import threading
 import types
 
+import cloudpickle
 import pytest
 import targets
 import torch
 
 from rayrpc._protocol.ids import GloballyUniqueId
-from rayrpc._protocol.messages import Fork, Frame, Kind
+from rayrpc._protocol.messages import Fork, Frame, Kind, Payload
+from rayrpc._runtime.invocation import Invocation
 from rayrpc._runtime.serialization.codec import Codec
 from rayrpc.errors import FunctionNotFoundError, SerializationError
 from rayrpc.rref_proxy import RRef
@@ -129,6 +131,66 @@ def test_a_class_of_main_goes_by_value_to_workers_that_do_not_share_it(codec, mo
     payload = codec.encode(main.C(), 1, False)
     del main.C
     assert codec.decode(payload.data, (), ()).x == 1
+
+
+class Number(int):
+    """No plain type."""
+
+
+class TestCalls:
+    """Calls of Python functions with plain arguments, which have a pickle of their own."""
+
+    def encode(self, codec, func, *args, shares_main=True, **kwargs):
+        call = Invocation(func, args, kwargs)
+        payload = codec.encode_call(call, 1, shares_main, None, lambda ref: None)
+        assert payload[1:] == Payload(b"", [])[1:]
+        return payload.data
+
+    def through(self, codec, *call, **options):
+        return Invocation(*codec.decode(self.encode(codec, *call, **options), (), ()))
+
+    @pytest.mark.parametrize("args", [(), (1, "two", b"3", 4.0, None, True), (Number(5), [6])])
+    @pytest.mark.parametrize("kwargs", [{}, {"x": 1, "y": None}, {"x": Number(7), "y": (8,)}])
+    def test_arguments_arrive(self, codec, args, kwargs):
+        call = self.through(codec, targets.add, *args, **kwargs)
+        assert call == (targets.add, args, kwargs)
+        arrived = [*call.args, *call.kwargs.values()]
+        assert list(map(type, arrived)) == list(map(type, [*args, *kwargs.values()]))
+
+    @pytest.mark.parametrize("args", [[1, 2], "", range(3)])
+    def test_any_sequence_arrives_as_it_is(self, codec, args):
+        payload = codec.encode_call(Invocation(targets.add, args), 1, True, None, lambda ref: None)
+        assert codec.decode(payload.data, (), ()) == (targets.add, args, {})
+
+    def test_functions_without_a_name_go_by_value(self, codec):
+        base = 5
+        assert self.through(codec, lambda x: x + base, 1)() == 6
+
+    def test_functions_of_main_go_by_value_to_workers_with_another_one(self, codec, monkeypatch):
+        main = types.ModuleType("__main__")
+        exec("n = 1\ndef f(m):\n    return n + m", main.__dict__)
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        assert self.through(codec, main.f, 2).func is main.f
+        call = self.through(codec, main.f, 2, shares_main=False)
+        assert call.func is not main.f and call() == 3
+
+    def test_functions_of_registered_modules_go_by_value(self, codec, monkeypatch):
+        module = types.ModuleType("registered_module")
+        exec("def f(m):\n    return m + 1", module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        assert self.through(codec, module.f, 2).func is module.f
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            call = self.through(codec, module.f, 2)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+        assert call.func is not module.f and call() == 3
+
+    def test_one_that_is_too_large_is_an_error(self, codec, monkeypatch):
+        monkeypatch.setattr("rayrpc._runtime.serialization.codec.MAX_PICKLE", 1000)
+        assert len(self.encode(codec, targets.add, bytes(900))) <= 1000
+        with pytest.raises(SerializationError, match="1000 are possible"):
+            self.encode(codec, targets.add, bytes(1000))
 
 
 def test_scripted_functions_and_modules_arrive(codec):
