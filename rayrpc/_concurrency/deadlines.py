@@ -1,9 +1,9 @@
 """Deadlines: of one wait, and of all the calls of a worker.
 
 ``Deadline`` limits one wait of one thread.  ``DeadlineThread`` watches the deadlines of calls that
-no thread waits for.  Most calls have the same timeout and end long before it: in the queue, a heap,
-a new one stays where it is added, and a call that ended is removed when it comes to the front, or
-when such calls outnumber the open ones.
+no thread waits for.  Most calls end long before their deadlines: a new deadline is only listed, and
+becomes part of the heap when an earlier one has expired, if the call is still open then.  Those of
+calls that ended are removed when they come to the front of the heap, or outnumber the open ones.
 """
 
 from __future__ import annotations
@@ -70,37 +70,50 @@ class DeadlineQueue:
     def __init__(self, open_calls: Collection[int]) -> None:
         self._open_calls = open_calls
         self._queue: list[tuple[float, int, float]] = []  # a heap: when due, id, timeout
+        self._added: list[tuple[float, int, float]] = []  # no part of the heap yet
+        self._first = math.inf  # no deadline is earlier
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._added)
 
     def add(self, due: float, call_id: int, timeout: float) -> None:
         """Add an open call whose ``timeout`` ends at the time ``due``."""
-        open_calls, queue = self._open_calls, self._queue
-        while queue and queue[0][1] not in open_calls:
-            heapq.heappop(queue)
-        heapq.heappush(queue, (due, call_id, timeout))
-        if len(queue) > 2 * len(open_calls) + MAX_ENDED_CALLS:
-            self._queue = [each for each in queue if each[1] in open_calls]
+        self._added.append((due, call_id, timeout))
+        if due < self._first:
+            self._first = due
+        open_calls = self._open_calls
+        if len(self._added) + len(self._queue) > 2 * len(open_calls) + MAX_ENDED_CALLS:
+            self._queue = [each for each in self._queue + self._added if each[1] in open_calls]
+            self._added = []
             heapq.heapify(self._queue)
 
     def take_expired(self, now: float) -> list[tuple[int, float]]:
         """Remove the calls whose deadline has passed; return the open ones and their timeouts."""
-        queue = self._queue
+        queue, added = self._queue, self._added
+        self._added = []
+        for each in added:
+            if each[1] in self._open_calls:
+                heapq.heappush(queue, each)
         expired = []
         while queue and (queue[0][0] <= now or queue[0][1] not in self._open_calls):
             _, call_id, timeout = heapq.heappop(queue)
             if call_id in self._open_calls:
                 expired.append((call_id, timeout))
+        self._first = queue[0][0] if queue else math.inf
         return expired
 
     def next_due(self) -> float:
-        """Return the time of the first deadline; infinity if there is none."""
-        return self._queue[0][0] if self._queue else math.inf
+        """Return a time before which no call expires; infinity if there is no deadline.
+
+        It may be the deadline of a call that has ended since the last ``take_expired``.
+        """
+        return self._first
 
     def clear(self) -> None:
         """Remove all deadlines."""
         self._queue.clear()
+        self._added.clear()
+        self._first = math.inf
 
 
 class DeadlineThread:

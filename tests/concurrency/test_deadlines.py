@@ -1,6 +1,7 @@
 """Deadlines of one wait, and of all calls of a worker."""
 
 import math
+import random
 import threading
 import time
 
@@ -95,6 +96,28 @@ class TestDeadlineQueue:
         assert len(queue) <= MAX_ENDED_CALLS + 4
         open_calls.clear()
         assert queue.take_expired(0.0) == [] and len(queue) == 0
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_calls_that_begin_and_end_at_random_expire_as_sorted(self, seed):
+        order = random.Random(seed)
+        open_calls: dict[int, float] = {}
+        queue, now = DeadlineQueue(open_calls), 0.0
+        for call_id in range(2000):
+            now += order.random()
+            due = now + order.choice([1.0, 20.0, 20.0, 500.0])
+            open_calls[call_id] = due
+            queue.add(due, call_id, due - now)
+            if order.random() < 0.6:
+                del open_calls[order.choice(list(open_calls))]
+            assert queue.next_due() <= min(open_calls.values(), default=math.inf)
+            if order.random() < 0.1:
+                expired = [each for each, _ in queue.take_expired(now)]
+                over = [each for each, due in open_calls.items() if due <= now]
+                assert expired == sorted(over, key=lambda each: (open_calls[each], each))
+                assert queue.next_due() > now
+                for each in expired:
+                    del open_calls[each]
+            assert len(queue) <= 2 * len(open_calls) + MAX_ENDED_CALLS + 1
 
     def test_many_timeouts_share_one_queue(self):
         queue = DeadlineQueue(range(1000))
