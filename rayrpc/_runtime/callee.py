@@ -142,9 +142,9 @@ class Callee:
         if frame.kind is Kind.REMOTE:
             assert frame.rref_id is not None and frame.fork_id is not None
             entry.cell = self._rrefs.own(frame.rref_id, frame.fork_id, frame.src)
-        deferred = Deferred()
         if frame.objects is not None and frame.objects.arguments:
             # it takes a slot once they have arrived: the call that makes them may need one
+            deferred = Deferred()
             begin = functools.partial(self._run_later, frame, entry, deferred)
             receive(self._worker.objects, frame.objects, begin)
             return deferred
@@ -155,6 +155,7 @@ class Callee:
                 return self._run(frame, entry)
             finally:
                 self._slots.leave()
+        deferred = Deferred()
         self._run_later(frame, entry, deferred)
         return deferred
 

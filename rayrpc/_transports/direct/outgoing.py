@@ -37,7 +37,8 @@ class Outgoing(NamedTuple):
     @property
     def size(self) -> int:
         """The number of its bytes."""
-        return sum(map(len, self.parts))
+        parts = self.parts
+        return len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
 
     def kept(self, written: int = 0) -> Outgoing:
         """Return the message as pending, with all that is not written in memory of its own."""
