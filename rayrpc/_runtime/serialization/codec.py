@@ -103,27 +103,26 @@ def _has_to_go_by_value(data: bytes, shares_main: bool) -> bool:
     """
     if not shares_main and (b"__main__" in data or b"__mp_main__" in data):
         return True
-    names = _PICKLE_BY_VALUE_MODULES  # of ``cloudpickle.register_pickle_by_value``; mostly empty
-    return not names <= _MAINS and any(name.encode() in data for name in names - _MAINS)
+    # of ``cloudpickle.register_pickle_by_value``; mostly empty
+    names = _PICKLE_BY_VALUE_MODULES - _MAINS
+    return bool(names) and any(name.encode() in data for name in names)
 
 
-def _dump_plain(invocation: Invocation) -> bytes | None:
-    """Return the pickle of a call of a Python function with plain arguments, by reference.
-
-    Returns:
-        None: it is another call, too large, or of a function that cannot be found by its name.
-    """
-    func, args, kwargs = call = tuple(invocation)
+def _is_plain(invocation: Invocation) -> bool:
+    """Tell whether any pickler takes a call: of a Python function, with plain arguments."""
+    func, args, kwargs = invocation
     if type(func) is not types.FunctionType or type(args) is not tuple or type(kwargs) is not dict:
-        return None
+        return False
     are_plain = PLAIN_TYPES.issuperset
-    if not are_plain(map(type, args)) or (kwargs and not are_plain(map(type, kwargs.values()))):
-        return None
-    try:
-        data = pickle.dumps(call, 5)
-    except (pickle.PicklingError, AttributeError):
-        return None
-    return data if len(data) <= MAX_PICKLE else None
+    return are_plain(map(type, args)) and (not kwargs or are_plain(map(type, kwargs.values())))
+
+
+def _dump_plain(obj: Any) -> Payload:
+    """Pickle an object in which no reducer takes part."""
+    data = pickle.dumps(obj, 5)
+    if len(data) > MAX_PICKLE:
+        raise _too_large(len(data))
+    return Payload(data, [])
 
 
 class Codec:
@@ -143,6 +142,7 @@ class Codec:
         shares_main: bool,
         devices: DeviceMap | None = None,
         lends: bool = False,
+        is_plain: bool = False,
     ) -> Payload:
         """Pickle ``obj`` for worker ``to``.
 
@@ -153,18 +153,19 @@ class Codec:
             devices (DeviceMap | None): where tensors go there.
             lends (bool): lend the receiver its own RRefs instead of forking them: for requests,
                 whose caller keeps its forks until the reply.
+            is_plain (bool): by reference, it is pickled without reducers.
 
         Raises:
             SerializationError: it cannot be pickled, by reference or by value, or is too large.
             NoDeviceError: a tensor in it is on a device that ``devices`` does not map.
         """
         if type(obj) in PLAIN_TYPES:
-            data = pickle.dumps(obj, 5)
-            if len(data) > MAX_PICKLE:
-                raise _too_large(len(data))
-            return Payload(data, [])
+            return _dump_plain(obj)
         try:
-            payload = self._dump(obj, to, devices, lends, by_value=False)
+            if is_plain:
+                payload = _dump_plain(obj)
+            else:
+                payload = self._dump(obj, to, devices, lends, by_value=False)
         except (pickle.PicklingError, AttributeError, TypeError) as exc:
             return self._by_value(obj, to, exc, devices, lends)
         if _has_to_go_by_value(payload.data, shares_main):
@@ -190,17 +191,15 @@ class Codec:
             to, shares_main, devices: as for ``encode``.
             at_hand: returns the value of an object if that is to be sent instead of the reference.
         """
-        data = _dump_plain(invocation)
-        if data is not None and not _has_to_go_by_value(data, shares_main):
-            return Payload(data, [])
-        payload = self.encode(tuple(invocation), to, shares_main, devices, lends=True)
-        if payload.objects is None:
-            return payload
 
         def change(argument: Any) -> Any:
             found = at_hand(argument) if type(argument) in object_types else None
             return _by_reference(argument) if found is None else found.value
 
+        is_plain = _is_plain(invocation)
+        payload = self.encode(tuple(invocation), to, shares_main, devices, True, is_plain)
+        if payload.objects is None:
+            return payload
         changed = tuple(invocation.map(change))
         try:
             return self.encode(changed, to, shares_main, devices, lends=True)
