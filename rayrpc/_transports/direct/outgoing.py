@@ -42,8 +42,12 @@ class Outgoing(NamedTuple):
 
     def kept(self, written: int = 0) -> Outgoing:
         """Return the message as pending, with all that is not written in memory of its own."""
-        if not self.may_change:
-            return self if self.is_pending else self._replace(is_pending=True)
+        if self.is_pending and not self.may_change:
+            return self
+        parts = self._kept_parts(written) if self.may_change else self.parts
+        return Outgoing(self.call_id, parts, self.forks, is_pending=True, lease=self.lease)
+
+    def _kept_parts(self, written: int) -> list[Any]:
         parts: list[Any] = []
         for part in self.parts:
             done = min(written, len(part))
@@ -52,7 +56,7 @@ class Outgoing(NamedTuple):
                 parts.append(part[:done])
             if done < len(part):
                 parts.append(part[done:] if isinstance(part, bytes) else copied(part[done:]))
-        return Outgoing(self.call_id, parts, self.forks, is_pending=True, lease=self.lease)
+        return parts
 
 
 def first_parts(parts: list[Any]) -> list[Any]:

@@ -128,13 +128,13 @@ class SendQueue:
         Returns:
             True if the message was written; False if another thread may write it.
         """
+        message = Outgoing(call_id, parts, forks, may_change, False, lease)
         me = next(self._writers)
         is_queued = False
         try:
             with self._lock:
                 if self._writer or self._queue or more:
                     is_queued = True
-                    message = Outgoing(call_id, parts, forks, may_change, not may_change, lease)
                     message = message.kept()
                     self.pending_bytes += message.size
                     self._queue.append(message)
@@ -142,7 +142,7 @@ class SendQueue:
                         return False
                     messages = []
                 else:
-                    messages = [Outgoing(call_id, parts, forks, may_change, False, lease)]
+                    messages = [message]
                 self._begin_to_write(me, messages)
             if not is_queued:
                 if self._piggybacked:
