@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -22,11 +22,7 @@ def run(invocation: Invocation, is_async: bool) -> Any:
         invocation: the function and its arguments.
         is_async: it returns a Future (``async_execution``), and may wrap a scripted function.
     """
-    func: Any
-    func, args, kwargs = invocation
-    if type(func) is FunctionType and not is_async:  # as most are
-        value = func(*args, **kwargs)
-        return as_schema_says(func, value) if type(value) is tuple else value
+    func: Any = invocation.func
     inner = getattr(func, "_wrapped_async_rpc_function", func) if is_async else func
     if isinstance(inner, torch.jit.ScriptFunction):
         value = _run_scripted(inner, invocation)
