@@ -78,14 +78,14 @@ class DeadlineQueue:
 
     def add(self, due: float, call_id: int, timeout: float) -> None:
         """Add an open call whose ``timeout`` ends at the time ``due``."""
-        self._added.append((due, call_id, timeout))
         if due < self._first:
             self._first = due
+        self._added.append((due, call_id, timeout))
         open_calls = self._open_calls
-        if len(self._added) + len(self._queue) > 2 * len(open_calls) + MAX_ENDED_CALLS:
-            self._queue = [each for each in self._queue + self._added if each[1] in open_calls]
-            self._added = []
-            heapq.heapify(self._queue)
+        if len(self) > 2 * len(open_calls) + MAX_ENDED_CALLS:
+            kept = [each for each in self._queue + self._added if each[1] in open_calls]
+            heapq.heapify(kept)  # before it is the queue: an interrupt may come in between
+            self._queue, self._added = kept, []
 
     def take_expired(self, now: float) -> list[tuple[int, float]]:
         """Remove the calls whose deadline has passed; return the open ones and their timeouts."""

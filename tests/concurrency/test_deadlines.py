@@ -1,5 +1,6 @@
 """Deadlines of one wait, and of all calls of a worker."""
 
+import functools
 import math
 import random
 import threading
@@ -7,8 +8,10 @@ import time
 
 import pytest
 from conftest import eventually
+from interrupting import strikes
 from simulation.separately import in_virtual_time
 
+from rayrpc._concurrency import deadlines
 from rayrpc._concurrency.deadlines import (
     MAX_ENDED_CALLS,
     Deadline,
@@ -118,6 +121,24 @@ class TestDeadlineQueue:
                 for each in expired:
                     del open_calls[each]
             assert len(queue) <= 2 * len(open_calls) + MAX_ENDED_CALLS + 1
+
+    def test_an_interrupt_at_any_point_leaves_the_others_in_time(self):
+        order = random.Random(1)
+        for strike in strikes([deadlines.__file__]):
+            open_calls = {call_id: order.random() for call_id in range(50)}
+            queue = DeadlineQueue(open_calls)
+            for call_id in range(2 * len(open_calls) + MAX_ENDED_CALLS):  # one more is too many
+                queue.add(open_calls.get(call_id, 0.5), call_id, 1.0)
+            strike(functools.partial(queue.add, 2.0, 50, 1.0))
+            expired: set[int] = set()
+            for now in (0.2, 0.4, 0.6, 0.8, 1.0):
+                assert queue.next_due() <= min(open_calls.values())
+                expired.update(call_id for call_id, _ in queue.take_expired(now))
+                over = [call_id for call_id, due in open_calls.items() if due <= now]
+                assert expired.issuperset(over)
+                for call_id in over:
+                    del open_calls[call_id]
+        assert strike.number > 3
 
     def test_many_timeouts_share_one_queue(self):
         queue = DeadlineQueue(range(1000))
