@@ -136,8 +136,8 @@ def prepare(pickler: Any, func: Any, args: Args, kwargs: Kwargs) -> Invocation:
     Raises:
         TypeError: they are none, or no schema of the operator takes them.
     """
-    is_usual = type(args) is tuple  # it takes a while to find out that a tuple is iterable
-    if not is_usual and (isinstance(args, str) or not isinstance(args or (), Iterable)):
+    # the type first: to find out that a tuple is iterable takes longer
+    if type(args) is not tuple and (isinstance(args, str) or not isinstance(args or (), Iterable)):
         raise TypeError(f"args must be a tuple of arguments, got {args!r}")
     if not callable(func):
         raise TypeError("function should be callable.")

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # Locks refuse to wait longer.
 MAX_WAIT_SECONDS = min(threading.TIMEOUT_MAX, 1e9)
-# of the main thread; so late a signal is handled at most
+# How long the main thread waits at a time: a signal is handled so late at most.
 STEP_SECONDS = 1.0
 
 
